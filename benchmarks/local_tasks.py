@@ -25,6 +25,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from neobert.common.commands import guarded
 from neobert.common.data import fraction
 from neobert.evaluation import mteb as mteb_evaluation
+
 from .local_text import (
     WORDNET,
     is_held_out,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from neobert.common.data import fraction
 from neobert.common.folders import new_file
+
 from .local_text import write_rows
 from .make_distill_text import held_out_definitions, is_prose, kept, normal, r_lines, sentences_of
 from .make_texts import NearDuplicates

@@ -30,6 +30,7 @@ from pathlib import Path
 from neobert.common.commands import guarded
 from neobert.common.data import fraction
 from neobert.common.errors import UserError
+
 from .local_text import (
     deb_files,
     is_held_out,

@@ -30,9 +30,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .measuring import ROOT
 from neobert.common.data import fraction
+
 from .local_text import Row, python_rows, write_rows
+from .measuring import ROOT
 from .open_text import chosen, corpus
 
 

@@ -34,13 +34,14 @@ import numpy as np
 
 from neobert.common.arguments import Arguments, Options, option
 from neobert.common.commands import guarded
-from .measuring import ROOT
 from neobert.common.data import fraction
 from neobert.common.errors import UserError, require
 from neobert.common.identity import model_digest
 from neobert.common.results import environment, markdown_table, write_result
+
 from .engines import Llama
 from .local_text import Row, deb_files, python_rows
+from .measuring import ROOT
 
 
 BUNDLED = ROOT / "examples" / "sentence-encoder"
@@ -529,9 +530,9 @@ def in_llama_cpp(file, like):
 def main(argv=None):
     """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
     exit code."""
-    (options,) = Options(
-        "python -m benchmarks.open_text", __doc__, (OpenTextArguments,)
-    ).read(sys.argv[1:] if argv is None else argv)
+    (options,) = Options("python -m benchmarks.open_text", __doc__, (OpenTextArguments,)).read(
+        sys.argv[1:] if argv is None else argv
+    )
     require("eval", "sentence_transformers", "scipy")
     import torch
     from sentence_transformers import SentenceTransformer

@@ -33,6 +33,7 @@ from neobert.common.results import markdown_table
 from neobert.throughput.models import draw_lengths
 from neobert.throughput.options import check_set
 from neobert.throughput.timing import MatrixProduct, between, quartiles, timed
+
 from .engines import BATCH_SIZES, ENGINES, Files
 from .measuring import benchmark, in_a_process, mib
 

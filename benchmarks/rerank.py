@@ -36,6 +36,7 @@ from neobert.common.results import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForSequenceClassification
 from neobert.throughput.timing import CLOCKS, between, in_turns, ratio
+
 from .local_text import gcide_entries, wordnet_entries, wordnet_sentences
 from .measuring import WORDS, benchmark, equal_texts
 

@@ -30,13 +30,13 @@ import psutil
 
 from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
-from .measuring import ROOT
 from neobert.common.errors import UserError, one_line
 from neobert.common.results import markdown_table
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.throughput.timing import between, quartiles
+
 from .local_text import gcide_entries, wordnet_entries
-from .measuring import benchmark, equal_texts
+from .measuring import ROOT, benchmark, equal_texts
 
 
 MODEL = str(ROOT / "examples" / "sentence-encoder")

@@ -19,10 +19,10 @@ from sentence_transformers.quantization import quantize_embeddings
 
 from neobert.common.arguments import option
 from neobert.common.commands import guarded
-from .measuring import ROOT
 from neobert.common.identity import model_digest
 from neobert.common.results import markdown_table
-from .measuring import benchmark
+
+from .measuring import ROOT, benchmark
 from .open_text import (
     OpenTextArguments,
     corpus,

@@ -33,6 +33,7 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.throughput.models import draw_lengths, flops, make_batch
 from neobert.throughput.options import check_set
 from neobert.throughput.timing import MatrixProduct, between, quartiles, ratio, timed
+
 from .measuring import benchmark, in_a_process, mib
 
 

@@ -165,4 +165,3 @@ def _run(name, arguments):
         raise
     _leave_process_group()
     return code
-

@@ -11,10 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from helpers.reference import FIELDS
 
 from neobert import modeling_neobert
-
-from helpers.reference import FIELDS
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.contract_runs import command
 from filelock import FileLock
+from helpers.contract_runs import command
 from helpers.jsonl import write_jsonl
 from helpers.raw_checkpoint import raw_from_model
 

@@ -8,11 +8,10 @@ import json
 
 import pytest
 import torch
+from helpers.reference import assert_same, last_states
 from safetensors.torch import load_file
 
 import neobert
-
-from helpers.reference import assert_same, last_states
 
 
 TOLERANCE = 5e-5

@@ -8,11 +8,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tools import pages
 from transformers import TrainingArguments
 
 from neobert.cli import COMMANDS
-
-from tools import pages
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +64,11 @@ def options_of(words):
     return options_in(
         [
             ROOT / path,
-            *((ROOT / "neobert" / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ()),
+            *(
+                (ROOT / "neobert" / "conversion").glob("*.py")
+                if path == "convert_checkpoint.py"
+                else ()
+            ),
         ]
     )
 
@@ -109,7 +112,9 @@ def test_every_file_and_option_in_the_text_exists(page):
     ):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
     shared = (
-        [ROOT / "neobert" / "training" / "lora.py"] if {"contrastive", "finetuning"} & set(ROOMS[page]) else []
+        [ROOT / "neobert" / "training" / "lora.py"]
+        if {"contrastive", "finetuning"} & set(ROOMS[page])
+        else []
     )
     known = (
         options_in(

@@ -20,14 +20,11 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-
-from neobert.cli import COMMANDS
-
-from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
-
+from test_pages import options_of
 from tools import sync
 
-from test_pages import options_of
+from neobert.cli import COMMANDS
+from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 
 
 ROOT = Path(__file__).resolve().parent.parent

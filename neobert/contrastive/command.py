@@ -26,13 +26,15 @@ from ..common.identity import files_digest, known_by
 from ..common.output import Output, run_settings
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
+from ..embeddings.instructions import prompt
+from ..embeddings.packed_encoder import load_sentence_transformer
+from ..evaluation.retrieval import described, measure, measure_tfidf, read_questions
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.lora import lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
 from ..training.run_report import RunReport
-from .model_card import write_card
 from .data import (
     SizeAlphaBatchSampler,
     TextsBatchSampler,
@@ -41,10 +43,8 @@ from .data import (
     probabilities,
     rows_per_batch,
 )
-from ..embeddings.instructions import prompt
+from .model_card import write_card
 from .options import OPTIONS
-from ..embeddings.packed_encoder import load_sentence_transformer
-from ..evaluation.retrieval import described, measure, measure_tfidf, read_questions
 
 
 logger = logging.getLogger("neobert")

@@ -4,9 +4,9 @@ measured; no row of the training data."""
 import json
 from pathlib import Path
 
-from ..common.model_card import base_model, front_matter, licence, read_card
 from ..common.errors import printable
 from ..common.files import write_text
+from ..common.model_card import base_model, front_matter, licence, read_card
 from ..common.results import markdown_table, shown
 from ..evaluation.retrieval import METRICS
 

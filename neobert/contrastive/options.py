@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
-from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError, listed
-from ..training.lora import LoraOptions
-from ..embeddings.options import EncoderOptions
+from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..embeddings.instructions import TEMPLATE, check_template, read_instructions
+from ..embeddings.options import EncoderOptions
+from ..training.lora import LoraOptions
 
 
 LENGTH = 1024  # tokens of a text, for a bare encoder: that of the authors' code

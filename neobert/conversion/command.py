@@ -8,9 +8,9 @@ from pathlib import Path
 
 import transformers
 
-from ..common.model_card import base_model, licence, read_card
 from ..common.errors import UserError, printable
 from ..common.folders import apart, check_new, new_folder
+from ..common.model_card import base_model, licence, read_card
 from ..common.pooling import write_sentence_transformers
 from .architecture import plan
 from .config_files import find_config, read_config

@@ -5,10 +5,10 @@ import json
 
 from huggingface_hub import save_torch_state_dict
 
-from ..common.model_card import front_matter
 from ..common.errors import printable
 from ..common.identity import sha256
 from ..common.loading import copy_code
+from ..common.model_card import front_matter
 
 
 def write_weights(folder, state, max_shard_size):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ..common.arguments import Arguments, Options, option
-from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError
+from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from .heads import HEADS
 
 

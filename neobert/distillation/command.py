@@ -30,13 +30,16 @@ from ..common.loading import check_model
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks, uncompile_blocks
 from ..common.results import environment, markdown_table
+from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
+from ..evaluation.retrieval import measure, read_questions
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run_report import RunReport
-from .model_card import write_card
 from .data import read_texts, teacher_vectors, texts_digest
 from .loss import Agreement, DistillLoss
+from .model_card import write_card
+from .options import OPTIONS
 from .student import (
     STORED_AS,
     build_student,
@@ -46,9 +49,6 @@ from .student import (
     take_embeddings,
     token_vectors,
 )
-from .options import OPTIONS
-from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
-from ..evaluation.retrieval import measure, read_questions
 
 
 logger = logging.getLogger("neobert")

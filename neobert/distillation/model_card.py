@@ -2,8 +2,8 @@
 
 import os
 
-from ..common.model_card import base_model, front_matter
 from ..common.files import write_text
+from ..common.model_card import base_model, front_matter
 from ..common.results import markdown_table, shown
 from ..evaluation.retrieval import METRICS
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from ..common.arguments import Arguments, Options, option
-from ..common.model_card import BASE_MODEL_HELP
 from ..common.constants import DTYPES, POOLINGS
 from ..common.errors import UserError
+from ..common.model_card import BASE_MODEL_HELP
 
 
 STORAGE_DTYPES = ("float32", "bfloat16", "float16", "float8")  # float8 is e5m2

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, fields
 
-from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS
 from ..common.arguments import Arguments, option
+from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS
 
 
 TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"

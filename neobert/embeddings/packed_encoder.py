@@ -17,7 +17,6 @@ from ..attention_neobert import Packing
 from ..common.arguments import Arguments
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
-from ..quantization.int8 import is_int8, quantize_int8
 from ..common.loading import (
     check_model,
     choose_device,
@@ -26,6 +25,7 @@ from ..common.loading import (
 )
 from ..common.packing import pack
 from ..common.results import processor_units
+from ..quantization.int8 import is_int8, quantize_int8
 
 
 class NotFinite(UserError):

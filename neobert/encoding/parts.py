@@ -18,9 +18,9 @@ from ..common import __version__
 from ..common.data import File, numbered_rows
 from ..common.errors import UserError
 from ..embeddings.encode_columns import PLACES, column_array
-from .folder import ABOUT, PART, Cut, new_file, part_name, schema_of
-from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
 from ..embeddings.packed_encoder import NotFinite, PackedEncoder
+from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
+from .folder import ABOUT, PART, Cut, new_file, part_name, schema_of
 
 
 _CHARACTERS = 32_000_000  # of the texts in memory, where they are longer than usual

@@ -18,9 +18,9 @@ from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.results import check_result_files, environment
 from ..embeddings.instructions import read_instructions as read_file
+from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
 from .options import BENCHMARKS, OPTIONS
-from ..embeddings.packed_encoder import PackedEncoder
 
 
 # Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone

@@ -7,8 +7,8 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, option
 from ..common.constants import DTYPES
 from ..common.errors import UserError
-from ..embeddings.options import TOKENS_HELP, EncoderOptions
 from ..embeddings.instructions import TEMPLATE, check_template
+from ..embeddings.options import TOKENS_HELP, EncoderOptions
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"

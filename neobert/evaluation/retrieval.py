@@ -11,8 +11,8 @@ import torch
 from ..common.data import rows
 from ..common.errors import UserError
 from ..common.loading import choose_device
-from .options import OPTIONS
 from ..embeddings.packed_encoder import load_sentence_transformer
+from .options import OPTIONS
 
 
 METRICS = ("recall@1", "recall@10", "mrr@10")

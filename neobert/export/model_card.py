@@ -3,8 +3,8 @@ it."""
 
 import json
 
-from ..common.model_card import front_matter
 from ..common.errors import printable
+from ..common.model_card import front_matter
 
 
 def _usage(source, name, report):

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..common.model_card import base_model, licence, read_card
 from ..common.errors import UserError, listed, one_line, require
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
+from ..common.model_card import base_model, licence, read_card
 from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion import command as converter

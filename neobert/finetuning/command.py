@@ -25,12 +25,12 @@ from ..common.identity import model_digest
 from ..common.loading import load_tokenizer
 from ..common.output import Output
 from ..common.results import check_result_files, earlier_result
-from .model import encoder_hidden_size
 from .data import task_baselines
-from .trainer import check_sizes, fine_tune, process_state
+from .model import encoder_hidden_size
+from .options import OPTIONS, PRESET_HIDDEN_SIZE
 from .table import finished_runs, write_tables
 from .tasks import Task, load_task, parse_tasks, rows_digest
-from .options import OPTIONS, PRESET_HIDDEN_SIZE
+from .trainer import check_sizes, fine_tune, process_state
 
 
 logger = logging.getLogger("neobert.glue")

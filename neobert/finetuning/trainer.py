@@ -27,8 +27,8 @@ from ..training.lora import head_modules, lora_config, save_adapter_and_merge, t
 from ..training.optimization import decay_parameter_names
 from ..training.options import check_trainer_options, training_arguments
 from ..training.run_report import RunReport
-from .model import load_classifier
 from .data import evaluation_metrics, prepare, score_and_error
+from .model import load_classifier
 from .tasks import TASKS, Task, predicted_labels
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..common.model_card import base_model, front_matter, licence, read_card
 from ..common.errors import UserError, printable
 from ..common.files import read_json, write_text
 from ..common.folders import apart
 from ..common.identity import known_by
 from ..common.loading import load_tokenizer
+from ..common.model_card import base_model, front_matter, licence, read_card
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks
 from ..common.results import environment, markdown_table, shown
@@ -30,14 +30,6 @@ from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
 from ..training.run_report import RunReport
 from .batches import MicroBatches, Windows, text_ends
-from .validation import (
-    check_held_out,
-    evaluate_batches,
-    metric_name,
-    most_frequent,
-    parse_heldout,
-    piece_characters,
-)
 from .masking import TokenMasking
 from .model import START, choose_tokenizer, make_model, read_config, weights_folder
 from .options import OPTIONS, BatchArguments, DataArguments, ModelArguments, RunArguments
@@ -46,6 +38,14 @@ from .schedule import adaptation_learning_rate, make_training_arguments, steps_o
 from .sources import load_rows, parse_sources, shares_of
 from .streaming import StreamedBatches
 from .trainer import PretrainingTrainer
+from .validation import (
+    check_held_out,
+    evaluate_batches,
+    metric_name,
+    most_frequent,
+    parse_heldout,
+    piece_characters,
+)
 from .vocabulary_transfer import find_rows
 
 

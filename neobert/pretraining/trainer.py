@@ -13,11 +13,11 @@ from transformers import Trainer, TrainerCallback
 
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
-from ..training import optimization as optimisation
+from ..training import optimization
 from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
-from .validation import evaluate_batches, masked_correct, metric_name, piece_characters
 from .streaming import STATE
+from .validation import evaluate_batches, masked_correct, metric_name, piece_characters
 
 
 def stream_file(checkpoint, rank):
@@ -113,14 +113,14 @@ class PretrainingTrainer(RunTrainer, Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     # ------------------------------------------------------------------------------------------
-    # optimisation
+    # optimization
 
     def get_decay_parameter_names(self, model):
-        return optimisation.decay_parameter_names(model)
+        return optimization.decay_parameter_names(model)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None:
-            self.lr_scheduler = optimisation.make_schedule(
+            self.lr_scheduler = optimization.make_schedule(
                 self.args.lr_scheduler_type,
                 optimizer or self.optimizer,
                 self.args.get_warmup_steps(num_training_steps),

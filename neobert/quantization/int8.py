@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from ..common.errors import UserError
+from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import ZERO, pack_weight, product, weight_steps
 from .outliers import drawn_states, encoders_of, linear_layers, smooth
 

@@ -8,8 +8,8 @@ model's outputs stay the same bits.
 
 import torch
 
-from ..modeling_neobert import NeoBERTModel
 from ..common.measures import one_thread
+from ..modeling_neobert import NeoBERTModel
 
 
 TIMES = 8  # the median channel: what is an outlier

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from benchmarks import memory
-from benchmarks import rerank
-from benchmarks import server
-from benchmarks import small_vectors
-from benchmarks import training
+from benchmarks import memory, rerank, server, small_vectors, training
 from benchmarks.measuring import in_a_process
 from benchmarks.memory import CONTRACT
 from benchmarks.training import TrainingArguments, draw_batch, forward_operations
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
 from neobert.throughput import timing
 

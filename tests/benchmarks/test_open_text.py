@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import make_texts
-from benchmarks import open_text
+from benchmarks import make_texts, open_text
 from benchmarks.local_text import Row
 from benchmarks.open_text import Kind, chosen
 from neobert.common.errors import UserError

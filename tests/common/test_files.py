@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from neobert.common import files
-from neobert.common.model_card import read_card
 from neobert.common.errors import UserError
 from neobert.common.files import read_brackets, read_yaml
+from neobert.common.model_card import read_card
 from neobert.conversion.config_files import find_config
 
 

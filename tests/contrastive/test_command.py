@@ -16,17 +16,23 @@ from helpers.jsonl import write_jsonl
 
 pytest.importorskip("sentence_transformers")
 
-from helpers.contrastive_runs import ANIMALS, arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
+from helpers.contrastive_runs import (  # noqa: F401
+    ANIMALS,
+    arguments_for,
+    make_model_folder,
+    make_pairs,
+    make_triplets,
+)
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from neobert.common.model_card import base_model
 from neobert.common.errors import Stopped, UserError
+from neobert.common.model_card import base_model
 from neobert.contrastive import command as contrastive
-from neobert.evaluation import retrieval
 from neobert.contrastive.command import build_loss, main
 from neobert.contrastive.options import ContrastiveArguments
 from neobert.embeddings.packed_encoder import load_sentence_transformer
+from neobert.evaluation import retrieval
 
 
 def test_loss_is_infonce_of_cosine_over_temperature():

@@ -14,8 +14,8 @@ from helpers.jsonl import write_jsonl
 
 pytest.importorskip("sentence_transformers")
 
-from helpers.contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
 from datasets import Dataset
+from helpers.contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
 from torch.utils.data import ConcatDataset
 
 from neobert.common.errors import UserError

@@ -1,14 +1,13 @@
 """Fixtures of the tests of conversion/."""
 
 import pytest
-from helpers import reload_in_fork
 import torch
+from helpers import reload_in_fork
 from helpers.conversion_helpers import save
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.conversion import command
-from neobert.conversion import verify
+from neobert.conversion import command, verify
 
 
 @pytest.fixture(scope="session")

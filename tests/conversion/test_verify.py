@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from neobert import NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.conversion import command
-from neobert.conversion import verify
+from neobert.conversion import command, verify
 from neobert.conversion.architecture import plan
 
 

@@ -49,6 +49,7 @@ from neobert.distillation.loss import (
     candidates,
     similarity_loss,
 )
+from neobert.distillation.options import DistillArguments
 from neobert.distillation.student import (
     build_student,
     fitted_table,
@@ -57,7 +58,6 @@ from neobert.distillation.student import (
     take_embeddings,
     token_vectors,
 )
-from neobert.distillation.options import DistillArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.training.checkpoints import remove_checkpoints
 

@@ -35,9 +35,9 @@ from neobert import NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.identity import model_digest
+from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.encoding.command import Shard, main
 from neobert.encoding.options import EncodeArguments
-from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 # ------------------------------------------------------------------------------------------------

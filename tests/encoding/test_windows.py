@@ -24,10 +24,10 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.encoding import command as encode
-from neobert.embeddings.windows import WindowSettings, tokenize_windows
-from neobert.encoding.options import EncodeArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.embeddings.windows import WindowSettings, tokenize_windows
+from neobert.encoding import command as encode
+from neobert.encoding.options import EncodeArguments
 
 
 WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}

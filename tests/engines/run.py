@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
 from benchmarks.engines import Llama
+from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError, one_line
 from neobert.common.files import read_json
@@ -32,8 +32,7 @@ from neobert.common.loading import load_tokenizer
 from neobert.common.pooling import write_sentence_transformers
 from neobert.common.results import environment, markdown_table, write_result
 from neobert.export import command as export_command
-from neobert.export import onnx
-from neobert.export import openvino
+from neobert.export import onnx, openvino
 from neobert.export.check import SENTENCES
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from neobert import NeoBERTModel
 from benchmarks.engines import Llama
 from benchmarks.server import free_port, server
+from neobert import NeoBERTModel
 from neobert.common.errors import one_line
 from neobert.common.files import read_json
 

@@ -66,7 +66,12 @@ def main():
         for part in pool.map(one_client, range(32)):
             found |= part
         reranker = cohere.ClientV2("none", base_url=address)
-        answer = reranker.rerank(model="reranker", query=texts[0][:50], documents=[text[:50] for text in texts[1:20]], top_n=5)
+        answer = reranker.rerank(
+            model="reranker",
+            query=texts[0][:50],
+            documents=[text[:50] for text in texts[1:20]],
+            top_n=5,
+        )
         many = [texts[start : start + 40] for start in range(0, 1280, 40)]
         under_way = [pool.submit(ask, client, input=texts) for client, texts in zip(clients, many)]
         time.sleep(0.5)

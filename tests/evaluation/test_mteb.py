@@ -26,12 +26,13 @@ from mteb.types import PromptType
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from transformers import AutoTokenizer
 
-from neobert import NeoBERTConfig, NeoBERTModel
 from benchmarks import local_tasks
 from benchmarks.local_text import is_held_out
+from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.results import MTEB, MTEB_TYPES
+from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.evaluation.mteb import (
     PackedModel,
     choose_tasks,
@@ -41,7 +42,6 @@ from neobert.evaluation.mteb import (
 )
 from neobert.evaluation.mteb_tables import averages, write_tables
 from neobert.evaluation.options import BENCHMARKS, MtebArguments
-from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 WORDS = "red green blue black cat dog bird fish runs sleeps eats swims".split()

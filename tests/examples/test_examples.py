@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.reference import count_rows
 
 from neobert import NeoBERTConfig, NeoBERTModel
-
-from helpers.reference import count_rows
 
 
 datasets = pytest.importorskip("datasets")

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from helpers.export_models import build, write_tokenizer
 
 from neobert import NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
-
-from helpers.export_models import build, write_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,7 @@ from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice
 from neobert import cli as __main__
 from neobert.common.errors import UserError
 from neobert.conversion import command as converter
-from neobert.export import check
-from neobert.export import command
-from neobert.export import folder
+from neobert.export import check, command, folder
 from neobert.export.check import Agreement, Reference
 from neobert.export.graph import Graph
 from neobert.export.options import ExportArguments

@@ -31,10 +31,11 @@ from neobert.export.source import Pooling, Source
 
 gguf = pytest.importorskip("gguf")
 
+from helpers.export_models import build  # noqa: E402
+
 from neobert.export import gguf_file
 
 from . import gguf_engine  # noqa: E402
-from helpers.export_models import build  # noqa: E402
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [unused0] the rain ##ing sao quick ##ly naive".split()

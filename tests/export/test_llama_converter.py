@@ -6,11 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
+from helpers.export_models import build
 from safetensors.torch import load_file
 
 import neobert
-
-from helpers.export_models import build
 
 
 gguf = pytest.importorskip("gguf")

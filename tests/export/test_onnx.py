@@ -23,8 +23,7 @@ from neobert import (
 )
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
-from neobert.export import command
-from neobert.export import onnx_quantize as onnx_quantise
+from neobert.export import command, onnx_quantize
 from neobert.export import onnx as target
 
 
@@ -169,7 +168,7 @@ def test_int8_by_its_formula():
         [numpy_helper.from_array(weight, "w")],
     )
     opset = [helper.make_opsetid("", 18)]
-    model = onnx_quantise.int8(helper.make_model(graph, opset_imports=opset, ir_version=10))
+    model = onnx_quantize.int8(helper.make_model(graph, opset_imports=opset, ir_version=10))
     (found,) = session(model.SerializeToString()).run(None, {"x": x})
     token, column = np.abs(x).max(-1, keepdims=True) / 127, np.abs(weight).max(0) / 63
     expected = np.rint(x / token) @ np.rint(weight / column) * token * column

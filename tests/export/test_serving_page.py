@@ -14,15 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.export_models import build
+from helpers.vectors import mean_vectors
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTForSequenceClassification
 from neobert.export import command
 from neobert.export.options import OPTIONS
-
-from helpers.vectors import mean_vectors
-from helpers.export_models import build
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ from helpers.glue_runs import make_world, run  # noqa: F401
 from transformers import DistilBertConfig
 
 from neobert.common import loading
-from neobert.finetuning import model as glue_model
 from neobert.finetuning import data as glue_rows
-from neobert.finetuning import trainer as glue_run
+from neobert.finetuning import model as glue_model
 from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning import trainer as glue_run
 from neobert.finetuning.options import OPTIONS
+from neobert.finetuning.tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------

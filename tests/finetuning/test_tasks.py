@@ -11,10 +11,10 @@ import pytest
 from helpers.glue_runs import make_world, run  # noqa: F401
 
 from neobert.common.errors import UserError
-from neobert.finetuning import trainer as glue_run
 from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning import trainer as glue_run
 from neobert.finetuning.options import OPTIONS
+from neobert.finetuning.tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.encoding.command import encode
 from neobert.encoding.options import EncodeArguments
-from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()  # noqa: E501

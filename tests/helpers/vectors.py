@@ -1,8 +1,9 @@
 """Reference embeddings."""
 
-import neobert
 import torch
 from transformers import AutoTokenizer
+
+import neobert
 
 
 def mean_vectors(folder, texts):

@@ -3,10 +3,9 @@ those of both stages to the paper's values."""
 
 import pytest
 import torch
+from helpers.paths import ROOT
 
 from neobert.common.constants import TOKENIZER
-
-from helpers.paths import ROOT
 from neobert.common.files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.pretraining import command as pretrain

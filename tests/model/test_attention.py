@@ -7,14 +7,6 @@ import inspect
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, DataCollatorWithFlattening
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-from neobert import NeoBERTForMaskedLM, NeoBERTModel
-from neobert import attention_neobert
-from neobert import modeling_neobert
-
 from helpers.reference import (
     LEARNED,
     FlashReference,
@@ -27,6 +19,11 @@ from helpers.reference import (
     reference_states,
     texts_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, DataCollatorWithFlattening
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from neobert import NeoBERTForMaskedLM, NeoBERTModel, attention_neobert, modeling_neobert
 
 
 LENGTHS = [12, 3, 12, 1, 7]

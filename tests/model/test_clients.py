@@ -9,6 +9,15 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
+from helpers.reference import (
+    FIELDS,
+    assert_same,
+    count_rows,
+    make_model,
+    packed_batch,
+    random_batch,
+    texts_of,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -27,16 +36,6 @@ from neobert import (
     NeoBERTModel,
 )
 from neobert import modeling_neobert as modeling
-
-from helpers.reference import (
-    FIELDS,
-    assert_same,
-    count_rows,
-    make_model,
-    packed_batch,
-    random_batch,
-    texts_of,
-)
 
 
 TARGETS = ["qkv", "wo", "w12", "w3"]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.vectors import mean_vectors
 
 from neobert.encoding import command as encode
 from neobert.export import command
-
-from helpers.vectors import mean_vectors
 
 
 pytestmark = pytest.mark.slow

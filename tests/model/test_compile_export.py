@@ -3,11 +3,15 @@ kinds of gradient checkpointing."""
 
 import pytest
 import torch
-
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
-from neobert import modeling_neobert
-
 from helpers.reference import LEARNED, assert_same, make_model, packing_arguments, random_batch
+
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    modeling_neobert,
+)
 
 
 @pytest.fixture(autouse=True)

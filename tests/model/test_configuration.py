@@ -8,6 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.reference import (
+    FIELDS,
+    LEARNED,
+    assert_same,
+    last_states,
+    make_model,
+    random_batch,
+    reference_states,
+    texts_of,
+)
 from torch import nn
 
 from neobert import (
@@ -18,17 +28,6 @@ from neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
     NeoBERTModel,
-)
-
-from helpers.reference import (
-    FIELDS,
-    LEARNED,
-    assert_same,
-    last_states,
-    make_model,
-    random_batch,
-    reference_states,
-    texts_of,
 )
 
 

@@ -5,17 +5,22 @@ and what a head does when it is asked for less usual things."""
 import pytest
 import torch
 import transformers
+from helpers.reference import FIELDS, LEARNED, assert_same, last_states, make_model, random_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, vmap
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForQuestionAnswering, NeoBERTForSequenceClassification, NeoBERTModel
-from neobert import attention_neobert
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForQuestionAnswering,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+    attention_neobert,
+)
 from neobert import modeling_neobert as modeling
-
-from helpers.reference import FIELDS, LEARNED, assert_same, last_states, make_model, random_batch
 
 
 # ------------------------------------------------------------------------------------------------

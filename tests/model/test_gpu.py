@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks import memory
-from benchmarks import training
+from benchmarks import gpu, memory, training
 from benchmarks.gpu import targets
 from neobert.common.arguments import Options
 from neobert.throughput.options import OPTIONS
@@ -113,7 +111,9 @@ def test_the_files_with_gpu_tests_are_all_named(script):
     }
     _, calls, _ = script("nothing", "--rehearse")
     named = set(re.findall(r"^-m pytest .* (tests/\S+\.py)$", "\n".join(calls), re.M))
-    assert marked - {"tests/model/test_gpu.py"} == named, "a file with gpu tests would not run on a GPU"
+    assert marked - {"tests/model/test_gpu.py"} == named, (
+        "a file with gpu tests would not run on a GPU"
+    )
 
 
 def test_a_bare_machine_has_what_the_commands_import(bare):

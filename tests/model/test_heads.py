@@ -5,16 +5,6 @@
 
 import pytest
 import torch
-
-from neobert import (
-    NeoBERTForMaskedLM,
-    NeoBERTForMultipleChoice,
-    NeoBERTForQuestionAnswering,
-    NeoBERTForSequenceClassification,
-    NeoBERTForTokenClassification,
-)
-from neobert.modeling_neobert import Packing
-
 from helpers.reference import (
     assert_same,
     last_states,
@@ -24,6 +14,15 @@ from helpers.reference import (
     reference_states,
     texts_of,
 )
+
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForMultipleChoice,
+    NeoBERTForQuestionAnswering,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+)
+from neobert.modeling_neobert import Packing
 
 
 padded_and_packed = pytest.mark.parametrize("unpad_inputs", (True, False))

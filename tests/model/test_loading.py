@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.reference import FIELDS, LEARNED, assert_same, make_model, random_batch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -26,11 +27,14 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import neobert
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
-from neobert import modeling_neobert
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+    modeling_neobert,
+)
 from neobert.configuration_neobert import AUTO_MAP
-
-from helpers.reference import FIELDS, LEARNED, assert_same, make_model, random_batch
 
 
 HEADS = {

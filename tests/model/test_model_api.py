@@ -3,14 +3,6 @@ attentions, return_dict, bad input."""
 
 import pytest
 import torch
-
-from neobert import (
-    NeoBERTConfig,
-    NeoBERTForMaskedLM,
-    NeoBERTForSequenceClassification,
-    NeoBERTModel,
-)
-
 from helpers.reference import (
     FIELDS,
     LEARNED,
@@ -20,6 +12,13 @@ from helpers.reference import (
     random_batch,
     reference_states,
     texts_of,
+)
+
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
 )
 
 

@@ -8,14 +8,6 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
-
-from neobert import NeoBERTModel
-from neobert import attention_neobert
-from neobert import modeling_neobert as modeling
-from neobert.common.packing import compile_blocks
-
 from helpers.reference import (
     FlashReference,
     LiveTensors,
@@ -25,6 +17,12 @@ from helpers.reference import (
     make_model,
     random_batch,
 )
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from neobert import NeoBERTModel, attention_neobert
+from neobert import modeling_neobert as modeling
+from neobert.common.packing import compile_blocks
 
 
 def scattered_batch():

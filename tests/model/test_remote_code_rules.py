@@ -18,8 +18,7 @@ from transformers.dynamic_module_utils import (
     get_relative_imports,
 )
 
-from neobert import attention_neobert
-from neobert import modeling_neobert
+from neobert import attention_neobert, modeling_neobert
 from neobert.common.loading import CODE_FILES
 from neobert.configuration_neobert import AUTO_MAP
 

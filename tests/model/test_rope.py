@@ -7,10 +7,6 @@ import math
 
 import pytest
 import torch
-
-from neobert import NeoBERTConfig, NeoBERTModel
-from neobert.modeling_neobert import apply_rotary_pos_emb, rotary_embeddings
-
 from helpers.reference import (
     FIELDS,
     assert_same,
@@ -21,6 +17,9 @@ from helpers.reference import (
     rotary_angles,
     rotate,
 )
+
+from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.modeling_neobert import apply_rotary_pos_emb, rotary_embeddings
 
 
 K = 16

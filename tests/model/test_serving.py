@@ -10,13 +10,6 @@ import textwrap
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
-from neobert import attention_neobert
-from neobert import modeling_neobert as modeling
-
 from helpers.reference import (
     FIELDS,
     FlashReference,
@@ -28,6 +21,18 @@ from helpers.reference import (
     random_batch,
     texts_of,
 )
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    attention_neobert,
+)
+from neobert import modeling_neobert as modeling
 
 
 by_torch = pytest.mark.parametrize("implementation", ("eager", "sdpa"))

@@ -5,6 +5,15 @@ PEFT LoRA, the pipelines and sentence-transformers.
 import pytest
 import torch
 import transformers
+from helpers.reference import (
+    FIELDS,
+    LEARNED,
+    assert_same,
+    install_flash,
+    last_states,
+    make_model,
+    random_batch,
+)
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
@@ -16,16 +25,6 @@ from neobert import (
     NeoBERTModel,
 )
 from neobert.training.lora import default_targets
-
-from helpers.reference import (
-    FIELDS,
-    LEARNED,
-    assert_same,
-    install_flash,
-    last_states,
-    make_model,
-    random_batch,
-)
 
 
 TARGET_MODULES = ["qkv", "wo", "w12", "w3"]

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
+from helpers.paths import ROOT
 from helpers.pretrain_runs import arguments_of, log_of, make_corpus, run_of  # noqa: F401
 
 from neobert import cli
-from neobert.common.constants import ROOT
 from neobert.common.errors import UserError
 from neobert.common.loading import load_tokenizer
 from neobert.pretraining import command as pretrain

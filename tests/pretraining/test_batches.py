@@ -4,8 +4,8 @@ budget, batches that depend on seed and number alone, and the paper's mixture.""
 import numpy as np
 import pytest
 import torch
-from helpers.data_runs import make_tokenizer, texts_of_batch  # noqa: F401
 from datasets import Dataset
+from helpers.data_runs import make_tokenizer, texts_of_batch  # noqa: F401
 
 from neobert.common.errors import UserError
 from neobert.pretraining.batches import MicroBatches, Windows, batch_counts, generator_for

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from helpers.paths import ROOT
 from helpers.pretrain_runs import (  # noqa: F401
     TINY,
     Killed,
@@ -24,23 +25,20 @@ from helpers.pretrain_runs import (  # noqa: F401
 )
 from helpers.raw_checkpoint import write_raw_checkpoint
 
-from neobert import cli
-from neobert import modeling_neobert
+from neobert import cli, modeling_neobert
 from neobert.common.constants import TOKENIZER
-
-from helpers.paths import ROOT
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.pretraining import model as model_module
 from neobert.pretraining import command as pretrain
+from neobert.pretraining import model as model_module
 from neobert.pretraining import sources
 from neobert.pretraining import trainer as trainer_module
-from neobert.pretraining.validation import masked_correct, most_frequent
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.streaming import StreamedBatches
 from neobert.pretraining.trainer import PretrainingTrainer, flops_per_batch
+from neobert.pretraining.validation import masked_correct, most_frequent
 from neobert.training.checkpoints import RunTrainer, checkpoints
 
 

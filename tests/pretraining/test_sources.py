@@ -4,8 +4,8 @@ belong to their source and tokenizer."""
 import json
 
 import pytest
-from helpers.data_runs import make_tokenizer, prepare, rows_of  # noqa: F401
 from datasets import Dataset, DatasetDict, Features, Value
+from helpers.data_runs import make_tokenizer, prepare, rows_of  # noqa: F401
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 

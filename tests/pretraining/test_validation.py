@@ -24,15 +24,15 @@ from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import command as pretrain
 from neobert.pretraining.batches import MicroBatches, Windows, text_ends
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
+from neobert.pretraining.sources import parse_sources
 from neobert.pretraining.validation import (
     check_held_out,
     evaluate_batches,
     parse_heldout,
     piece_characters,
 )
-from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.options import BatchArguments
-from neobert.pretraining.sources import parse_sources
 
 
 TEXT = "naïve café, “quoted” 雪国 ### C# # résumé — straße 🐢 unaffable\tend"

@@ -10,8 +10,7 @@ from helpers.pretrain_runs import TINY, arguments_of, log_of, make_corpus, run_o
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert import cli
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, cli
 from neobert.common.loading import load_tokenizer, save_tokenizer
 from neobert.pretraining.vocabulary_transfer import (
     COPIED,

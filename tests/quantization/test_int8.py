@@ -14,12 +14,10 @@ from torch import nn
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
 from neobert.attention_neobert import Packing
-from neobert.quantization import int8
-from neobert.quantization import int8_product
-from neobert.quantization import outliers
 from neobert.common.errors import UserError
 from neobert.common.packing import compile_blocks, pack
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.quantization import int8, int8_product, outliers
 
 
 ENCODER = "examples/sentence-encoder"

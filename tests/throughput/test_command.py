@@ -10,8 +10,7 @@ import torch
 
 from neobert.common import measures
 from neobert.common.errors import UserError
-from neobert.throughput import command
-from neobert.throughput import timing
+from neobert.throughput import command, timing
 from neobert.throughput.command import main, ratios
 from neobert.throughput.models import (
     MODELS,
