@@ -2,9 +2,11 @@
 them."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from ..common.arguments import check_values
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError, listed, one_line
 
 
 # For commands that have `compile`: Trainer's own compilation takes the complete model, whose
@@ -29,6 +31,39 @@ def check_trainer_options(options):
         raise UserError(
             "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given"
         )
+
+
+def check_services(options: Mapping[str, Any]) -> None:
+    """Check that the experiment trackers and the Hub can be used, before any work is done.
+
+    Args:
+        options: Options of Trainer.
+
+    Raises:
+        UserError: If a tracker of `report_to` is not installed, or if `push_to_hub` is set and
+            the Hub does not accept the user's token.
+    """
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    trackers = options.get("report_to") or []
+    trackers = [trackers] if isinstance(trackers, str) else trackers
+    available = {"none", "all", *get_available_reporting_integrations()}
+    if missing := [name for name in trackers if name not in available]:
+        raise UserError(
+            f"`report_to` names {listed(missing)}, which is not installed. Run `pip install "
+            f"{missing[0]}`, or pass --report-to none."
+        )
+
+    if options.get("push_to_hub"):
+        from huggingface_hub import HfApi
+
+        try:
+            HfApi().whoami()
+        except Exception as error:  # huggingface_hub and httpx raise several types
+            raise UserError(
+                f"`push_to_hub` needs a connection to the Hub and a valid token: "
+                f"{one_line(error)}. Run `hf auth login`, or omit --push-to-hub."
+            ) from error
 
 
 def training_arguments(output_dir, given, fixed, base=None):
@@ -68,6 +103,7 @@ def training_arguments(output_dir, given, fixed, base=None):
             )
     options = {"use_cpu": not torch.accelerator.is_available(), **given, **fixed}
     check_trainer_options(options)
+    check_services(options)
     try:
         return base(output_dir=str(output_dir), **options)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:

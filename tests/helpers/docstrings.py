@@ -1,0 +1,64 @@
+"""Real text that is not the project's: docstrings of the standard library and of installed packages."""
+
+import ast
+import itertools
+import random
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+
+PACKAGES = ("numpy", "scipy", "pandas", "torch", "sklearn", "networkx", "sympy")
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A documented function.
+
+    Attributes:
+        package: Top-level package.
+        name: Words of the function's name, "compute default colors".
+        summary: First paragraph of its docstring, on one line.
+    """
+
+    package: str
+    name: str
+    summary: str
+
+
+def read_docstrings(per_package: int, seed: int = 0) -> list[Docstring]:
+    """Return a random sample of documented functions of each installed package, shuffled."""
+    folders = sysconfig.get_paths()
+    sources = {"stdlib": Path(folders["stdlib"]).glob("*.py")}
+    for package in PACKAGES:
+        sources[package] = sorted((Path(folders["purelib"]) / package).rglob("*.py"))
+
+    draw = random.Random(seed)
+    sample: list[Docstring] = []
+    for package, files in sources.items():
+        functions = {}
+        for path in itertools.islice((f for f in files if "test" not in str(f)), 400):
+            for docstring in _functions(package, path):
+                functions.setdefault(docstring.summary, docstring)
+        texts = sorted(functions.values(), key=lambda docstring: docstring.summary)
+        sample.extend(draw.sample(texts, min(per_package, len(texts))))
+    draw.shuffle(sample)
+    return sample
+
+
+def _functions(package: str, path: Path) -> list[Docstring]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return []
+
+    docstrings = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        words = " ".join(re.sub(r"([a-z])([A-Z])", r"\1 \2", node.name).split("_")).strip().lower()
+        summary = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+        if len(words.split()) > 1 and 40 < len(summary) < 300:
+            docstrings.append(Docstring(package, words, summary))
+    return docstrings
