@@ -8,9 +8,12 @@ an interrupt keeps what is done.
 """
 
 import functools
+import importlib.util
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -198,6 +201,21 @@ def write_results(folder, arguments, made, rows):
     write_result(Path(folder) / "throughput", "Throughput", made, data, text)
 
 
+def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dict]) -> None:
+    """Write throughput.png (tokens per second by length) and by_fill.png (speedup by padding).
+
+    A plot is omitted if the run has only one point of it, or if matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from .plots import plot_lengths, plot_speedup
+
+    parts = [environment.get(name) for name in ("hardware", "dtype", "commit", "date")]
+    caption = ", ".join(str(part) for part in parts if part)
+    plot_lengths(rows, folder / "throughput.png", caption)
+    plot_speedup(rows, ratios(rows), folder / "by_fill.png", caption)
+
+
 def main(argv=None, small=None):
     """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
     130 after an interrupt."""
@@ -213,5 +231,6 @@ def main(argv=None, small=None):
     except KeyboardInterrupt:
         print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
         return 130
+    write_plots(folder, made, rows)
     print(row_table(rows), ratio_table(rows), sep="\n")
     return 0

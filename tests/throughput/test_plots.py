@@ -1,0 +1,72 @@
+"""Tests of the plots of a throughput run: their points, axes and when they are omitted."""
+
+import numpy as np
+import pytest
+
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from neobert.throughput import plots  # noqa: E402
+
+
+def row(workload, model, longest, fill, speed):
+    return {
+        "set": workload,
+        "model": model,
+        "implementation": "sdpa",
+        "longest": longest,
+        "fill": fill,
+        "tokens_per_second": speed,
+        "quartiles": [speed - 10, speed + 20],
+    }
+
+
+ROWS = [
+    row("1024", "neobert", 1024, 1.0, 300.0),
+    row("512", "neobert", 512, 1.0, 400.0),
+    row("512", "modernbert-base", 512, 1.0, 500.0),
+    row("short", "neobert", 195, 0.31, 420.0),
+    {"set": "512", "model": "bert-base", "implementation": "sdpa", "error": "not installed"},
+]
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Figures in the order in which they are written."""
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda self, path: figures.append(self))
+    return figures
+
+
+def test_a_line_has_the_full_batches_of_a_model_in_order(saved, tmp_path):
+    assert plots.plot_lengths(ROWS, tmp_path / "x.png", "a CPU")
+    (axes,) = saved[0].axes
+    (container,) = axes.containers  # modernbert-base has one length only
+    assert container.get_label() == "neobert (sdpa)"
+    assert np.array_equal(container.lines[0].get_xydata(), [[512, 400], [1024, 300]])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1,024"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "Sequence length (tokens)",
+        "Throughput (tokens/s)",
+    )
+
+
+def test_the_speedup_is_plotted_by_the_fraction_of_non_padding_tokens(saved, tmp_path):
+    def value(ratio):
+        return {"ratio": ratio, "quartiles": [ratio - 0.1, ratio + 0.1]}
+
+    ratios = {"short": {"neobert/padded": value(3.0)}, "512": {"neobert/padded": value(1.0)}}
+    assert plots.plot_speedup(ROWS, ratios, tmp_path / "x.png")
+    (container,) = saved[0].axes[0].containers
+    assert np.allclose(container.lines[0].get_xydata(), [[31, 3.0], [100, 1.0]])
+
+
+def test_one_point_is_no_plot(saved, tmp_path):
+    assert not plots.plot_lengths(ROWS[1:], tmp_path / "x.png")
+    assert not plots.plot_speedup(ROWS, {}, tmp_path / "x.png")
+    assert not saved
+
+
+def test_the_files_are_written(tmp_path):
+    assert plots.plot_lengths(ROWS, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
