@@ -34,6 +34,11 @@ def choose_device(device=None):
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def choose_dtype(dtype, device):
     """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest of
     floating point by a short measurement, printed with its reason."""

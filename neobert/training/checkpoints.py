@@ -20,7 +20,9 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,59 +30,80 @@ from torch import distributed
 from transformers import TrainerCallback
 
 from ..common.errors import Stopped, UserError, one_line
+from ..common.output import Output
 
 
-# --------------------------------------------------------------------------------------------
-# the processes of a run agree on
+ValueT = TypeVar("ValueT")
+
+
+# ------------------------------------------------------------------------------------------------
+# agreement between the processes of a run
 
 
 @functools.cache
-def _integers():
-    """A group over all processes whose messages wait for no GPU."""
+def _gloo_group() -> "distributed.ProcessGroup":
+    """Return a group of all processes whose messages do not wait for a GPU."""
     return distributed.new_group(backend="gloo")
 
 
-def _distributed():
+def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def is_main():
-    """Whether this is the run's first process."""
-    return not _distributed() or distributed.get_rank() == 0
+def is_main() -> bool:
+    """Return whether this is the main process of the run."""
+    return not _is_distributed() or distributed.get_rank() == 0
 
 
-def highest(value):
-    """The largest of an integer over all processes; all of them must call it."""
-    if not _distributed():
+def highest(value: int) -> int:
+    """Return the maximum of an integer over all processes. All of them must call this function."""
+    if not _is_distributed():
         return value
     number = torch.tensor(value)
-    distributed.all_reduce(number, op=distributed.ReduceOp.MAX, group=_integers())
+    distributed.all_reduce(number, op=distributed.ReduceOp.MAX, group=_gloo_group())
     return int(number)
 
 
-def on_main(function):
-    """What `function()` returns in the run's first process, an integer or None, in all of them.
+def on_main(function: Callable[[], ValueT]) -> ValueT:
+    """Call a function in the main process and return its result in all processes.
+
+    Args:
+        function: Function whose result can be pickled.
 
     Raises:
-        what it raises; in the other processes SystemExit, so that one sentence is printed.
+        Exception: The exception of the function, in the main process. The other processes raise
+            SystemExit, so that one message is printed.
     """
-    value, error = None, None
+    error: Exception | None = None
+    outcome: list[Any] = [None, False]
     if is_main():
         try:
-            value = function()
-        except (UserError, OSError) as refusal:
-            error = refusal
-    if highest(int(error is not None)):
+            outcome[0] = function()
+        except Exception as caught:
+            error = caught
+            outcome[1] = True
+
+    if _is_distributed():
+        distributed.broadcast_object_list(outcome, src=0, group=_gloo_group())
+    value, has_failed = outcome
+    if has_failed:
         raise error or SystemExit(2)
-    number = highest(-1 if value is None else value)
-    return None if number < 0 else number
+    return value
 
 
 @contextlib.contextmanager
-def claim(output):
-    """The claim of an `Output` for all processes of its run."""
+def claim(output: Output) -> Iterator[None]:
+    """Claim an output directory for all processes of a run.
+
+    Raises:
+        UserError: If another run uses the directory, or its content does not belong to this run.
+    """
     with contextlib.ExitStack() as stack:
-        on_main(lambda: stack.enter_context(output.claim()) and None)
+
+        def enter() -> None:
+            stack.enter_context(output.claim())
+
+        on_main(enter)
         yield
 
 
@@ -177,6 +200,9 @@ class RunTrainer:
     """
 
     _last_clock = None
+
+    def on_resume(self, checkpoint: Path) -> None:
+        """Prepare to resume from a checkpoint. Called before training, in all processes."""
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
@@ -306,8 +332,8 @@ def train(trainer, keep_every=0, on_resume=None):
         )
     if args.device.type == "cpu":
         keep_freed_memory()
-    if on_resume is not None and checkpoint is not None:
-        on_resume(checkpoint)
+    if checkpoint is not None:
+        (on_resume or trainer.on_resume)(checkpoint)
     # Trainer itself would remove old checkpoints before all processes have written the new one.
     run = _Run(args.save_total_limit, keep_every)
     args.save_total_limit = None

@@ -1,5 +1,5 @@
-"""Pins neobert/training/checkpoints.py with plain Trainers: runs that go on to the same bits, damage and
-what is taken in its place, SIGTERM, which checkpoints stay, two processes, runs that diverge."""
+"""Tests of neobert/training/checkpoints.py with plain Trainers: resumed runs end with equal bits,
+damaged checkpoints, SIGTERM, which checkpoints are kept, two processes, runs that diverge."""
 
 import math
 import os
@@ -10,94 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.plain_trainer import At, same, sigterm, trainer, weights
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from neobert.common.errors import Stopped, UserError
 from neobert.common.output import locked
 from neobert.training import checkpoints
-from neobert.training.checkpoints import RunTrainer
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class PlainTrainer(RunTrainer, Trainer):
-    """Trainer as the commands have it."""
-
-
-class Points(Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        x = torch.tensor([i / 64, 1 - i / 64])
-        return {"x": x, "y": x.sum() + i % 3}
-
-
-class Line(torch.nn.Module):
-    """Dropout, so that the state of the random numbers counts."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.dropout = torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)
-
-    def forward(self, x, y):
-        answer = self.linear(self.dropout(x))[:, 0]
-        return {"loss": ((answer - y) ** 2).mean(), "logits": answer}
-
-
-class At(TrainerCallback):
-    """Does something at the end of a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.action()
-
-
-def trainer(folder, *callbacks, model=None, **options):
-    settings = {
-        "max_steps": 12,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.05,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "seed": 3,
-        "remove_unused_columns": False,
-        **options,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), label_names=["y"], **settings)
-    made = PlainTrainer(
-        model=model or Line(),
-        args=arguments,
-        train_dataset=Points(),
-        eval_dataset=Points(),
-        callbacks=list(callbacks),
-    )
-    made.compute_metrics = lambda output: {"score": -abs(made.state.global_step - 4)}
-    return made
-
-
-def sigterm():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def weights(made):
-    return {name: value.clone() for name, value in made.model.state_dict().items()}
-
-
-def same(one, two):
-    return all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +163,11 @@ def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
 
 _TWO = r"""
 import os, sys, time
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from neobert.common.errors import Stopped, UserError
 from neobert.common.output import Output
 from neobert.training import checkpoints
-import test_checkpoints as tests
+from helpers import plain_trainer as tests
 
 class SlowSave(tests.PlainTrainer):
     def _save_optimizer_and_scheduler(self, folder):
@@ -287,15 +208,13 @@ os._exit(0)
 @pytest.mark.slow
 def test_two_processes_agree_on_the_step_and_on_who_has_the_folder(tmp_path):
     """SIGTERM reaches the second process alone, which is also the last to write its part."""
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "neobert").symlink_to(ROOT)
     (tmp_path / "two.py").write_text(_TWO)
     out = tmp_path / "out"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with locked(tmp_path / "out-locked"):
         done = subprocess.run(
-            [*launch, str(tmp_path / "two.py"), str(out), str(ROOT / "tests")],
+            [*launch, str(tmp_path / "two.py"), str(out), str(ROOT), str(ROOT / "tests")],
             env=environment,
             capture_output=True,
             text=True,

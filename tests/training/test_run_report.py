@@ -1,4 +1,4 @@
-"""Tests of neobert/training/run_report.py: the two lines of a run, and that the run is unchanged."""
+"""Tests of neobert/training/run_report.py: two lines per run, and a run that is unchanged."""
 
 import logging
 

@@ -1,0 +1,220 @@
+"""Tests of neobert/training/run.py: a run is trained once, resumed after an interruption, refused
+while another process trains it, and written by the main process alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.plain_trainer import At, PlainTrainer, same, sigterm, trainer, weights
+from transformers import TrainingArguments
+
+from neobert.common.errors import Stopped, UserError
+from neobert.common.output import Output
+from neobert.training.run import mixed_precision, run_once
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save(made: PlainTrainer, folder: Path) -> dict:
+    """Write one file, and return one value."""
+    (folder / "weights.txt").write_text("final")
+    return {"steps": made.state.global_step}
+
+
+def train(folder: Path, *callbacks: At) -> tuple[dict, PlainTrainer]:
+    """Run 12 steps in `folder`."""
+    trainers = []
+
+    def build() -> PlainTrainer:
+        trainers.append(trainer(folder / "checkpoints", *callbacks))
+        return trainers[0]
+
+    result = run_once(
+        Output(folder, "test", {"seed": 3}), build, save, checkpoint_folder=folder / "checkpoints"
+    )
+    return result, trainers[0]
+
+
+def unexpected(*_: object) -> None:
+    pytest.fail("the function must not be called")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_is_returned_and_not_repeated(tmp_path):
+    first, _ = train(tmp_path)
+    assert first["steps"] == 12 and first["seconds"] > 0 and first["cpu_seconds"] > 0
+    assert first["environment"]["dtype"] == "float32" and first["environment"]["processes"] == 1
+    assert json.loads((tmp_path / "result.json").read_text()) == first
+    before = files(tmp_path)
+    assert {"result.json", "weights.txt"} <= set(before) and "run.json" not in before
+
+    again = run_once(Output(tmp_path, "test", {"seed": 3}), unexpected, unexpected)
+    assert again == first and files(tmp_path) == before
+
+    with pytest.raises(UserError, match="holds a run with other settings"):
+        run_once(Output(tmp_path, "test", {"seed": 4}), unexpected, unexpected)
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
+    _, whole = train(tmp_path / "whole")
+
+    with pytest.raises(Stopped):
+        train(tmp_path / "out", At(5, sigterm))
+    assert not (tmp_path / "out/result.json").exists()
+    assert (tmp_path / "out/checkpoints/checkpoint-5").is_dir()
+
+    first_steps = []
+    result, resumed = train(
+        tmp_path / "out", At(6, lambda: first_steps.append(6)), At(5, unexpected)
+    )
+    assert result["steps"] == 12 and first_steps == [6]
+    assert same(weights(resumed), weights(whole))
+
+
+def test_checkpoints_are_removed_and_logs_kept(tmp_path):
+    log = tmp_path / "checkpoints/runs/today/events"
+
+    def write_log() -> None:
+        log.parent.mkdir(parents=True)
+        log.write_text("log")
+
+    train(tmp_path, At(3, write_log))
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "runs/today/events").read_text() == "log"
+
+    # A process that was killed between the last file and the removal leaves checkpoints.
+    (tmp_path / "checkpoints/checkpoint-12").mkdir(parents=True)
+    output = Output(tmp_path, "test", {"seed": 3})
+    run_once(output, unexpected, unexpected, checkpoint_folder=tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_process_is_refused_before_it_builds(tmp_path):
+    def build() -> PlainTrainer:
+        with pytest.raises(UserError, match="in use by another run"):
+            run_once(Output(tmp_path, "test", {}), unexpected, unexpected)
+        return trainer(tmp_path / "checkpoints", max_steps=1)
+
+    assert run_once(Output(tmp_path, "test", {}), build, save)["steps"] == 1
+
+
+def test_a_run_that_another_process_has_just_finished_is_not_repeated(tmp_path):
+    """The other process finishes between the first look at the directory and the claim."""
+    train(tmp_path)
+
+    class FinishedMeanwhile(Output):
+        looks = 0
+
+        def state(self) -> str:
+            self.looks += 1
+            return "begun" if self.looks == 1 else super().state()
+
+    output = FinishedMeanwhile(tmp_path, "test", {"seed": 3})
+    assert run_once(output, unexpected, unexpected)["steps"] == 12
+
+
+def test_on_resume_is_called_with_the_checkpoint_before_training(tmp_path):
+    with pytest.raises(Stopped):
+        train(tmp_path, At(5, sigterm))
+    calls = []
+
+    class Resumed(PlainTrainer):
+        def on_resume(self, checkpoint: Path) -> None:
+            calls.append((checkpoint.name, self.state.global_step))
+
+    made = trainer(tmp_path / "checkpoints")
+    made.__class__ = Resumed
+    run_once(Output(tmp_path, "test", {"seed": 3}), lambda: made, save)
+    assert calls == [("checkpoint-5", 0)]
+
+
+@pytest.mark.parametrize(
+    "bf16, fp16, name",
+    [
+        (False, False, "float32"),
+        (True, False, "bfloat16 autocast"),
+        (False, True, "float16 autocast"),
+    ],
+)
+def test_mixed_precision_names_the_dtype(tmp_path, bf16, fp16, name):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    args.bf16 = bf16
+    args.fp16 = fp16
+    assert mixed_precision(args) == name
+
+
+# ------------------------------------------------------------------------------------------------
+# two processes
+
+_TWO = r"""
+import os, sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+import torch
+from helpers import plain_trainer
+from neobert.common.errors import UserError
+from neobert.common.output import Output
+from neobert.training.checkpoints import on_main
+from neobert.training.run import run_once
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+out = Path(sys.argv[1])
+saved_by = []
+
+def save(trainer, folder):
+    assert folder.is_dir()
+    saved_by.append(rank)
+    if rank == 0:
+        (folder / "model.txt").write_text("weights")
+    return {"rank": rank}
+
+def build():
+    return plain_trainer.trainer(out / "checkpoints", max_steps=2)
+
+result = run_once(Output(out, "test", {}), build, save, checkpoint_folder=out / "checkpoints")
+assert result["rank"] == 0 and result["environment"]["processes"] == 2, result
+assert saved_by == [rank]
+assert on_main(lambda: {"rank": rank}) == {"rank": 0}
+assert on_main(lambda: None) is None
+
+def fail():
+    raise UserError(f"refused in {rank}")
+
+try:
+    on_main(fail)
+except UserError as error:
+    end = str(error)
+except SystemExit as error:
+    end = f"exit {error.code}"
+Path(f"{out}-{rank}").write_text(end)
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_all_processes_save_and_the_main_process_writes(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(_TWO)
+    out = tmp_path / "out"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(out), str(ROOT), str(ROOT / "tests")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = {path.name for path in out.iterdir()}
+    assert names - {".lock"} == {"model.txt", "result.json"}
+    assert Path(f"{out}-0").read_text() == "refused in 0"
+    assert Path(f"{out}-1").read_text() == "exit 2"
