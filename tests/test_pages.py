@@ -54,9 +54,9 @@ def options_of(words):
             words[1]
         ]
         options = options[words[2]] if words[1] == "export" else options
-        fields = (field for group in options.groups for field in dataclasses.fields(group))
-        declared = {field.name.rstrip("_") for field in fields}  # for_ is --for
-        return declared if options.trainer is None else declared | TRAINER
+        declared = {name.rstrip("_") for name in options.fields} | {"config"}  # for_ is --for
+        defaults = getattr(options, "trainer_defaults", getattr(options, "trainer", None))
+        return declared if defaults is None else declared | TRAINER
     path = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
     assert (ROOT / path).is_file(), f"there is no {path}"
     if path == "benchmarks/local_tasks.py":

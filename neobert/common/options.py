@@ -562,7 +562,10 @@ def _read_recipe(path: str | Path) -> dict[str, Any]:
 
 def _trainer_option_names() -> list[str]:
     """Return the names of transformers.TrainingArguments, without importing transformers."""
-    spec = importlib.util.find_spec("transformers")
+    try:
+        spec = importlib.util.find_spec("transformers")
+    except ImportError:
+        return []
     if spec is None or spec.origin is None:
         return []
     source = Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8")

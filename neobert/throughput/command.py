@@ -21,9 +21,10 @@ from tqdm import tqdm
 from ..common.errors import one_line
 from ..common.folders import check_new
 from ..common.measures import PeakMemory
+from ..common.options import log_options
 from ..common.results import environment, markdown_table, write_result
 from .models import build, draw_lengths, flops, lengths_of_file, make_batch
-from .options import OPTIONS
+from .options import OPTIONS, Plan
 from .timing import CLOCKS, MatrixProduct, between, in_turns, ratio
 
 
@@ -38,11 +39,11 @@ NOTE = (
 # measurement
 
 
-def measure(arguments, small=None, save=lambda rows: None):
+def measure(plan, small=None, save=lambda rows: None):
     """Measures every model and implementation on every set.
 
     Args:
-        arguments: `ThroughputArguments`.
+        plan: Models, workloads and repetitions.
         small: configuration fields that replace the published ones.
         save: function of the rows so far, called after every set.
     Returns:
@@ -50,19 +51,19 @@ def measure(arguments, small=None, save=lambda rows: None):
         here, or fails, has a row with "error".
     """
     small = dict(small or {})
-    if arguments.layers:
-        small["num_hidden_layers"] = arguments.layers
-    clock = CLOCKS[arguments.clock]
-    product = MatrixProduct(arguments.device, getattr(torch, arguments.dtype), clock)
+    if plan.layers:
+        small["num_hidden_layers"] = plan.layers
+    clock = CLOCKS[plan.clock]
+    product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
     file_lengths = None
-    if arguments.texts:
-        file_lengths = lengths_of_file(arguments.texts, arguments.tokenizer)
-    pairs, candidates, rows = arguments.planned(), {}, []
-    steps = len(arguments.sets) * len(pairs) * (arguments.repeats + 1)
+    if plan.texts:
+        file_lengths = lengths_of_file(plan.texts, plan.tokenizer)
+    pairs, candidates, rows = plan.pairs(), {}, []
+    steps = len(plan.sets) * len(pairs) * (plan.repeats + 1)
     with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
-        for name in arguments.sets:
+        for name in plan.sets:
             lengths = functools.partial(
-                draw_lengths, name, seed=arguments.seed, file_lengths=file_lengths
+                draw_lengths, name, seed=plan.seed, file_lengths=file_lengths
             )
             ready, of_set = {}, []
             for pair in pairs:
@@ -74,9 +75,9 @@ def measure(arguments, small=None, save=lambda rows: None):
                         # all variants of NeoBERT share one set of weights
                         kin = [one for (model, _), one in candidates.items() if model == "neobert"]
                         shared = kin[0].encoder if kin and pair[0] == "neobert" else None
-                        dtype = getattr(torch, arguments.dtype)
-                        candidates[pair] = build(*pair, arguments.device, dtype, small, shared)
-                    batch, peak = _first_passes(candidates[pair], lengths, arguments)
+                        dtype = getattr(torch, plan.dtype)
+                        candidates[pair] = build(*pair, plan.device, dtype, small, shared)
+                    batch, peak = _first_passes(candidates[pair], lengths, plan)
                     ready[pair] = row, batch, peak
                 # one that is not installed or fails here has a row that says so
                 except Exception as error:
@@ -87,7 +88,7 @@ def measure(arguments, small=None, save=lambda rows: None):
                 for pair, (_, batch, _) in ready.items()
             }
             with torch.inference_mode():
-                timings = in_turns(calls, arguments.repeats, product, clock, progress.update)
+                timings = in_turns(calls, plan.repeats, product, clock, progress.update)
             for pair, (row, batch, peak) in ready.items():
                 row.update(_figures(candidates[pair], batch, timings[pair], product))
                 row["peak_memory_mib"] = None if peak is None else peak / 2**20
@@ -97,7 +98,7 @@ def measure(arguments, small=None, save=lambda rows: None):
 
 
 @torch.inference_mode()
-def _first_passes(candidate, lengths, arguments):
+def _first_passes(candidate, lengths, plan):
     """Untimed passes, with as many texts as the options allow.
 
     Args:
@@ -105,15 +106,15 @@ def _first_passes(candidate, lengths, arguments):
     Returns:
         (the `Batch`, bytes of memory beyond those before its first pass or None).
     """
-    texts = arguments.batch or arguments.max_batch
-    while not arguments.batch and texts > 1 and texts * max(lengths(texts)) > arguments.max_tokens:
+    texts = plan.batch or plan.max_batch
+    while not plan.batch and texts > 1 and texts * max(lengths(texts)) > plan.max_tokens:
         texts -= 1
-    batch = make_batch(lengths(texts), arguments.device, arguments.seed)
+    batch = make_batch(lengths(texts), plan.device, plan.seed)
     if max(batch.lengths) > candidate.longest:
         raise ValueError(f"takes texts of at most {candidate.longest} tokens")
-    with PeakMemory(arguments.device) as memory:
+    with PeakMemory(plan.device) as memory:
         candidate(batch)
-    for _ in range(arguments.warmup - 1):
+    for _ in range(plan.warmup - 1):
         candidate(batch)
     return batch, memory.growth
 
@@ -187,17 +188,17 @@ def ratio_table(rows, implementation="sdpa"):
     return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
 
 
-def write_results(folder, arguments, made, rows):
+def write_results(folder, plan, made, rows):
     """Writes throughput.json and throughput.md.
 
     Args:
         made: the environment, as `results.environment` returns it.
     """
     text = (
-        f"Clock: {arguments.clock}. {NOTE}\n\n{row_table(rows)}\n## NeoBERT (sdpa) over\n\n"
+        f"Clock: {plan.clock}. {NOTE}\n\n{row_table(rows)}\n## NeoBERT (sdpa) over\n\n"
         f"{ratio_table(rows)}"
     )
-    data = {"options": asdict(arguments), "rows": rows, "ratios": ratios(rows)}
+    data = {"options": asdict(plan), "rows": rows, "ratios": ratios(rows)}
     write_result(Path(folder) / "throughput", "Throughput", made, data, text)
 
 
@@ -219,15 +220,17 @@ def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dic
 def main(argv=None, small=None):
     """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
     130 after an interrupt."""
-    (arguments,) = OPTIONS["throughput"].read(sys.argv[1:] if argv is None else argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    check_new(arguments.output, "output")
-    folder = Path(arguments.output)
-    made = environment(dtype=arguments.dtype)
-    save = functools.partial(write_results, folder, arguments, made)
+    options = OPTIONS["throughput"].read(sys.argv[1:] if argv is None else argv)
+    log_options(options)
+    plan = Plan.from_options(options)
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    check_new(plan.output, "output")
+    folder = Path(plan.output)
+    made = environment(dtype=plan.dtype)
+    save = functools.partial(write_results, folder, plan, made)
     try:
-        rows = measure(arguments, small, save)
+        rows = measure(plan, small, save)
     except KeyboardInterrupt:
         print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
         return 130

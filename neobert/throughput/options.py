@@ -1,11 +1,16 @@
-"""Options of `neobert throughput`, with the models, implementations and presets. Imports neither
-torch nor transformers."""
+"""Options of `neobert throughput`: models, implementations and presets.
+
+Imports neither torch nor transformers, so that `--help` stays fast.
+"""
 
 import re
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.errors import UserError
+from ..common.options import OptionGroup, OptionParser, flatten, option
 
 
 MODELS = (
@@ -17,7 +22,7 @@ MODELS = (
     "modernbert-base",
     "modernbert-large",
 )
-# name: (attention implementation, layout of the batch, compiled, what it is)
+# Name: (attention implementation, layout of the batch, compiled, description).
 IMPLEMENTATIONS = {
     "sdpa": (
         "sdpa",
@@ -51,8 +56,8 @@ IMPLEMENTATIONS = {
 }
 NEOBERT_ONLY = ("padded", "published")
 
-# What each preset sets where the command line does not. The CPU's takes minutes to hours, not days.
-PRESETS = {
+# Defaults of the options that the command line does not set. The preset cpu takes minutes to hours.
+PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {
         "models": list(MODELS),
         "implementations": list(IMPLEMENTATIONS),
@@ -96,96 +101,172 @@ PRESETS = {
 }
 
 
-def check_set(name, texts=None):
-    """Raises UserError unless `name` is a set; "texts" needs a file of them."""
-    known = re.fullmatch(r"[1-9]\d*|fill-[1-9]\d?|normal-256|normal-4096|short", name)
-    if not known and not (name == "texts" and texts):
+def check_set(name: str, texts: str | None = None) -> None:
+    """Check the name of a workload.
+
+    Args:
+        name: Length of all sequences ("512"), distribution of lengths ("normal-256", "short"),
+            percentage of non-padding tokens ("fill-30"), or "texts".
+        texts: File whose lengths are the workload "texts".
+
+    Raises:
+        UserError: If there is no such workload.
+    """
+    is_known = re.fullmatch(r"[1-9]\d*|fill-[1-9]\d?|normal-256|normal-4096|short", name)
+    if not is_known and not (name == "texts" and texts):
         raise UserError(
-            f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, "
-            "short, fill-30, or --texts with a text file"
+            f"`--sets` must name workloads such as 512, normal-256, normal-4096, short or fill-30, "
+            f"got {name!r}. The workload texts needs --texts FILE."
         )
 
 
-@dataclass(kw_only=True)
-class ThroughputArguments(Arguments):
+@dataclass(frozen=True)
+class WorkloadOptions(OptionGroup):
+    """Models to compare and the batches that they process."""
+
+    title = "Workload"
+
+    output: str = option(
+        help="New directory for throughput.json, throughput.md and the plots.", metavar="PATH"
+    )
+    preset: Literal["gpu", "cpu", "quick"] | None = option(
+        None, "Defaults of the options below. By default gpu if a GPU is available, else cpu."
+    )
+    models: list[Literal[MODELS]] | None = option(None, "Models to compare.")  # type: ignore[valid-type]
+    implementations: list[Literal[tuple(IMPLEMENTATIONS)]] | None = option(  # type: ignore[valid-type]
+        None, "Attention implementations and batch layouts."
+    )
+    sets: list[str] | None = option(None, "Workloads, see above.", metavar="NAME")
+    texts: str | None = option(
+        None,
+        "Text file with one text per line, whose lengths are the workload 'texts'.",
+        metavar="PATH",
+    )
+    tokenizer: str | None = option(
+        None, "Tokenizer for --texts. By default the bundled one.", metavar="PATH"
+    )
+    batch: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Batch size in sequences. By default as large as the two limits allow."
+    )
+    max_batch: Annotated[int, Meta(ge=1)] | None = option(None, "Maximum batch size in sequences.")
+    max_tokens: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Maximum number of tokens per batch, including padding."
+    )
+    seed: Annotated[int, Meta(ge=0)] = option(0, "Random seed of the lengths and token ids.")
+
+
+@dataclass(frozen=True)
+class MeasurementOptions(OptionGroup):
+    """Hardware, precision and repetitions."""
+
+    title = "Measurement"
+
+    device: str | None = option(None, "Device, such as cuda or cpu.", metavar="NAME")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "Precision. By default bfloat16 on GPUs, else float32."
+    )
+    threads: Annotated[int, Meta(ge=1)] | None = option(None, "Number of CPU threads.")
+    repeats: Annotated[int, Meta(ge=1)] | None = option(None, "Number of timed repeats.")
+    warmup: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Number of repeats before the timed ones."
+    )
+    clock: Literal["wall", "processor"] = option(
+        "wall",
+        "Clock. processor counts the CPU seconds of this process; use it with --threads 1 on a "
+        "machine with other load.",
+    )
+    layers: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Number of layers to keep of every model, for trial runs."
+    )
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
     """Options of `neobert throughput`."""
 
-    output: str = option(help="a new folder for throughput.json and throughput.md")
-    preset: str | None = option(
-        None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS)
-    )
-    models: list[str] | None = option(None, "what to compare", choices=MODELS)
-    implementations: list[str] | None = option(
-        None, "attention and layout", choices=tuple(IMPLEMENTATIONS)
-    )
-    sets: list[str] | None = option(None, "text lengths, see above")
-    device: str | None = option(None, "cuda, cpu")
-    dtype: str | None = option(
-        None,
-        "by default bfloat16 on GPUs, else float32",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    texts: str | None = option(
-        None, "text file, one text a line, whose lengths make the set 'texts'"
-    )
-    tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
-    batch: int | None = option(
-        None,
-        "texts a batch; by default as many as the two limits allow",
-        least=1,
-    )
-    max_batch: int | None = option(None, "most texts of a batch", least=1)
-    max_tokens: int | None = option(None, "most padded tokens of a batch", least=1)
-    seed: int = option(0, "of the lengths and token ids", least=0)
-    threads: int | None = option(None, "CPU threads", least=1)
-    repeats: int | None = option(None, "timed repeats", least=1)
-    warmup: int | None = option(None, "repeats before, not timed", least=1)
-    clock: str = option(
-        "wall",
-        "processor: CPU seconds of this process, with --threads 1 on a machine in use",
-        choices=("wall", "processor"),
-    )
-    layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
+    workload: WorkloadOptions
+    measurement: MeasurementOptions = MeasurementOptions()
 
-    def __post_init__(self):
-        super().__post_init__()
+
+@dataclass(frozen=True)
+class Plan:
+    """Measurement to run: the options with the defaults of the preset and the device.
+
+    The attributes are those of `WorkloadOptions` and `MeasurementOptions`.
+    """
+
+    output: str
+    preset: str
+    models: list[str]
+    implementations: list[str]
+    sets: list[str]
+    texts: str | None
+    tokenizer: str | None
+    batch: int | None
+    max_batch: int
+    max_tokens: int
+    seed: int
+    device: str
+    dtype: str
+    threads: int | None
+    repeats: int
+    warmup: int
+    clock: str
+    layers: int | None
+
+    @classmethod
+    def from_options(cls, options: ThroughputOptions) -> "Plan":
+        """Fill in the defaults.
+
+        Raises:
+            UserError: If the device, the clock or a workload cannot be used.
+        """
         import torch
 
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.preset = self.preset or ("gpu" if self.on_gpu else "cpu")
-        for name, value in PRESETS[self.preset].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.texts is not None and "texts" not in self.sets:
-            self.sets = [*self.sets, "texts"]
-        self.dtype = self.dtype or ("bfloat16" if self.on_gpu else "float32")
-        if self.on_gpu and not torch.cuda.is_available():
-            raise UserError("device cuda was given, but torch sees no GPU here; give --device cpu")
-        if self.clock == "processor" and (self.device != "cpu" or self.threads != 1):
+        values = flatten(options)
+        values["device"] = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = values["device"].startswith("cuda")
+        values["preset"] = values["preset"] or ("gpu" if on_gpu else "cpu")
+        for name, value in PRESETS[values["preset"]].items():
+            if values[name] is None:
+                values[name] = value
+        if values["texts"] is not None and "texts" not in values["sets"]:
+            values["sets"] = [*values["sets"], "texts"]
+        values["dtype"] = values["dtype"] or ("bfloat16" if on_gpu else "float32")
+
+        if on_gpu and not torch.cuda.is_available():
             raise UserError(
-                "clock processor counts the seconds of every thread: give --device cpu --threads 1"
+                f"`--device` must be cpu on a machine without a GPU, got {values['device']!r}."
             )
-        for name in self.sets:
-            check_set(name, self.texts)
+        if values["clock"] == "processor" and (values["device"] != "cpu" or values["threads"] != 1):
+            raise UserError(
+                "`--clock processor` counts the seconds of every thread. Add --device cpu "
+                "--threads 1."
+            )
+        for name in values["sets"]:
+            check_set(name, values["texts"])
+        return cls(**values)
 
-    @property
-    def on_gpu(self):
-        return self.device.startswith("cuda")
-
-    def planned(self):
-        """[(model, implementation)] to measure."""
-        pairs = [(model, i) for model in self.models for i in self.implementations]
-        return [(model, i) for model, i in pairs if model == "neobert" or i not in NEOBERT_ONLY]
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the (model, implementation) pairs to measure."""
+        return [
+            (model, implementation)
+            for model in self.models
+            for implementation in self.implementations
+            if model == "neobert" or implementation not in NEOBERT_ONLY
+        ]
 
 
 OPTIONS = {
-    "throughput": Options(
+    "throughput": OptionParser(
         "neobert throughput",
-        """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
+        """Measure the forward pass of NeoBERT and other encoders in non-padding tokens per second.
 
-Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
-fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line).""",  # noqa: E501
-        (ThroughputArguments,),
+The models take turns on every workload. Workloads: a number (sequences of that length),
+normal-256 (mean 256, standard deviation 64, 16 to 512), normal-4096 (mean 4,096, standard
+deviation 1,024, 16 to 8,192), short (log-normal lengths), fill-30 (30 % of the tokens of a batch
+are not padding; any percentage), and texts (the lengths of --texts FILE).""",
+        ThroughputOptions,
         "neobert throughput --preset cpu --output results/throughput_cpu",
     ),
 }

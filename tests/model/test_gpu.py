@@ -90,7 +90,8 @@ def test_commands_have_the_options_that_they_are_given(script):
         read = []
         for _, module, *words in map(shlex.split, calls):
             if module in options:
-                read += options[module].read(words[words[:1] == ["throughput"] :])
+                options_read = options[module].read(words[words[:1] == ["throughput"] :])
+                read += options_read if isinstance(options_read, list) else [options_read]
         assert len(read) == 7
         devices = {
             given.device for given in read if "throughput" not in type(given).__name__.lower()
