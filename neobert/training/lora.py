@@ -2,7 +2,11 @@
 trainable, adapter to plain model."""
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from ..common import options as nested
 from ..common.arguments import Arguments, option
 from ..common.errors import UserError, require
 
@@ -27,6 +31,38 @@ class LoraOptions(Arguments):
 
     def lora_settings(self):
         """The arguments of `lora_config`, or None without adapters."""
+        if not self.lora:
+            return None
+        return {
+            "rank": self.lora_rank,
+            "alpha": self.lora_alpha,
+            "dropout": self.lora_dropout,
+            "targets": self.lora_targets,
+        }
+
+
+@dataclass(frozen=True)
+class LoraGroup(nested.OptionGroup):
+    """Options of low-rank adapters."""
+
+    title = "LoRA"
+
+    lora: bool = nested.option(False, "Train low-rank adapters instead of all weights.")
+    lora_rank: Annotated[int, Meta(ge=1)] = nested.option(16, "Rank of the adapters.")
+    lora_alpha: Annotated[float, Meta(gt=0)] = nested.option(
+        32.0, "Scale of the adapters; their output is multiplied by alpha / rank."
+    )
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = nested.option(
+        0.0, "Dropout probability on the input of the adapters."
+    )
+    lora_targets: str = nested.option(
+        "auto",
+        "Names of the layers to adapt, separated by commas; all-linear; or auto, for NeoBERT "
+        "qkv,wo,w12,w3.",
+    )
+
+    def settings(self) -> dict[str, Any] | None:
+        """Return the keyword arguments of `lora_config`, or None without adapters."""
         if not self.lora:
             return None
         return {
