@@ -156,7 +156,7 @@ class OptionParser(Generic[OptionsT]):
                 out of range, or if a recipe cannot be read.
         """
         hints = self._hints()
-        recipes, words = _split_recipes(argv)
+        recipes, words = _split_recipes(argv, config_is_recipe="config" not in self.fields)
 
         values: dict[str, Any] = {}
         for path in [*self.default_recipes, *recipes]:
@@ -525,10 +525,12 @@ def _types(hint: Any) -> set[Any]:
 # recipes and names
 
 
-def _split_recipes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_recipes(
+    argv: Sequence[str], config_is_recipe: bool = True
+) -> tuple[list[str], list[str]]:
     """Split the command line into its recipes and the other words.
 
-    Recipes come before all options, or follow `--config`.
+    Recipes come before all options, or follow `--config` in commands without such an option.
     """
     recipes: list[str] = []
     words: list[str] = []
@@ -536,7 +538,7 @@ def _split_recipes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     remaining = iter(argv)
     for word in remaining:
         in_front = in_front and not word.startswith("-")
-        if word == "--config" or word.startswith("--config="):
+        if config_is_recipe and word.partition("=")[0] == "--config":
             path = word.partition("=")[2] or next(remaining, "")
             if not path:
                 raise UserError("`--config` needs a recipe: --config RECIPE.yaml.")

@@ -1,122 +1,207 @@
-"""Turns a raw training checkpoint into a folder for the Hugging Face Hub. Code in a checkpoint is
-never run; the output is complete or absent."""
+"""Command `neobert convert`: convert a raw training checkpoint to a folder for the Hub.
+
+Code in a checkpoint is never executed. The output appears complete or not at all.
+"""
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
 
 from ..common.errors import UserError, printable
 from ..common.folders import apart, check_new, new_folder
-from ..common.model_card import base_model, licence, read_card
+from ..common.model_card import base_model as base_model_metadata
+from ..common.model_card import licence as license_metadata
+from ..common.model_card import read_card
+from ..common.options import log_options
 from ..common.pooling import write_sentence_transformers
-from .architecture import plan
+from .architecture import Conversion, plan
 from .config_files import find_config, read_config
-from .hub_folder import usage_lines, write_config, write_model_card, write_weights
+from .hub_folder import usage_lines, write_folder, write_model_card
 from .locate import open_checkpoint
-from .options import OPTIONS
-from .tokenizer import find_tokenizer, write_tokenizer
+from .options import OPTIONS, CheckpointOptions, ConvertOptions, FolderOptions
+from .tokenizer import find_tokenizer
 from .verify import source_outputs, verify
 
 
-def convert(arguments):
-    """Does what the parsed command line asks for.
+def convert_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    config: str | Path | None = None,
+    step: int | None = None,
+    head: str | None = None,
+    tokenizer: str | Path | None = None,
+    dtype: str | None = None,
+    sentence_transformers: bool = False,
+    max_shard_size: str = "5GB",
+    license: str | None = None,
+    base_model: str | None = None,
+) -> None:
+    """Convert a raw training checkpoint to a folder for the Hugging Face Hub.
 
     Args:
-        arguments: ConvertArguments.
-    Raises:
-        UserError: anything refused, one sentence; nothing was written then.
-    """
-    output, pooled = arguments.output, arguments.sentence_transformers
-    check_new(output, "OUTPUT")
-    tokenizer = arguments.tokenizer if arguments.tokenizer != "none" else None
-    given = (arguments.checkpoint, arguments.config, tokenizer)
-    apart(output, *(path for path in given if path))
+        checkpoint: File, directory of a step, or directory of a run of DeepSpeed, FSDP,
+            accelerate, Trainer, DDP or plain torch.
+        output: Directory to write. It must not exist.
+        config: File with the configuration; by default the one beside the checkpoint.
+        step: Step of a run; by default the latest.
+        head: Type of the model's head; by default that of the checkpoint.
+        tokenizer: Directory of the tokenizer, or "none".
+        dtype: Precision of the weights: "float32", "bfloat16" or "float16".
+        sentence_transformers: Whether to write modules.json with mean pooling.
+        max_shard_size: Maximum size of a weight file.
+        license: License of the weights, for the model card.
+        base_model: Model on the Hub that the weights were trained from, for the model card.
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.step)
+    Raises:
+        UserError: If the checkpoint cannot be converted. Nothing is written then.
+
+    Example:
+        >>> from neobert import convert_checkpoint
+        >>> convert_checkpoint("examples/checkpoint", "runs/converted")  # doctest: +SKIP
+    """
+    source = CheckpointOptions(
+        checkpoint=str(checkpoint),
+        output=str(output),
+        config=None if config is None else str(config),
+        step=step,
+        head=head,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+    )
+    folder = FolderOptions(
+        dtype=dtype,
+        sentence_transformers=sentence_transformers,
+        max_shard_size=max_shard_size,
+        license=license,
+        base_model=base_model,
+    )
+    convert(ConvertOptions(source, folder))
+
+
+def convert(options: ConvertOptions) -> None:
+    """Run the conversion that the options describe.
+
+    Raises:
+        UserError: If the checkpoint cannot be converted. Nothing is written then.
+    """
+    source = options.source
+    output = source.output
+    pooled = options.folder.sentence_transformers
+
+    check_new(output, "OUTPUT")
+    tokenizer_path = source.tokenizer if source.tokenizer != "none" else None
+    inputs = (source.checkpoint, source.config, tokenizer_path)
+    apart(output, *(path for path in inputs if path))
+
+    # Read the checkpoint and decide which model it contains.
+    checkpoint = open_checkpoint(source.checkpoint, source.step)
     _say(f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.tensors)} tensors")
-    if arguments.config:
-        config_file, fields = arguments.config, read_config(arguments.config)
+    if source.config:
+        config_file, fields = source.config, read_config(source.config)
     else:
         config_file, fields = find_config(checkpoint.folders)
-    conversion = plan(checkpoint.tensors, fields, arguments.head, arguments.dtype)
-    source = "no configuration beside the checkpoint"
+    conversion = plan(checkpoint.tensors, fields, source.head, options.folder.dtype)
+
+    config_note = "no configuration beside the checkpoint"
     if config_file:
-        source = f"configuration from {Path(config_file).name}"
-    notes = (*checkpoint.notes, source, *conversion.notes)
+        config_note = f"configuration from {Path(config_file).name}"
+    notes = (*checkpoint.notes, config_note, *conversion.notes)
     for note in notes:
         _say(f"  {note}")
     conversion = replace(conversion, notes=(f"read from {checkpoint.format}", *notes))
+
     if pooled and conversion.head.option not in ("base", "masked-lm"):
         raise UserError(
-            "--sentence-transformers goes with --head masked-lm or base, but the checkpoint's is "
+            "`--sentence-transformers` needs a checkpoint with the head masked-lm or base, got "
             f"{conversion.head.option}."
         )
-    tokenizer = find_tokenizer(arguments.tokenizer, checkpoint.folders)
+    tokenizer = find_tokenizer(source.tokenizer, checkpoint.folders)
 
     with (
         new_folder(output) as folder,
         tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
     ):
-        config = conversion.config
-        if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
-        write_config(folder, conversion)
+        rows = write_folder(folder, conversion, tokenizer, options.folder.max_shard_size)
         if pooled:
+            config = conversion.config
             write_sentence_transformers(folder, config.hidden_size, config.context_length)
-        written = conversion.written()
-        rows = write_weights(folder, written, arguments.max_shard_size)
-        name, card = Path(output).name, read_card(checkpoint.folders[0])
-        known = {key: text for key, text in card.items() if key.startswith("base_model")}
-        known |= licence(arguments.license, card) | base_model(arguments.base_model)
-        write_model_card(folder, conversion, rows, name, tokenizer is not None, pooled, known)
-        expected = source_outputs(conversion, written)
+
+        card = read_card(checkpoint.folders[0])
+        metadata = {key: text for key, text in card.items() if key.startswith("base_model")}
+        metadata |= license_metadata(options.folder.license, card)
+        metadata |= base_model_metadata(options.folder.base_model)
+        write_model_card(
+            folder, conversion, rows, Path(output).name, tokenizer is not None, pooled, metadata
+        )
+
+        # Load the folder in a fresh process and compare its outputs with those of the checkpoint.
+        expected = source_outputs(conversion, conversion.written())
         exact = source_outputs(conversion, conversion.tensors) if conversion.rounds else expected
         outputs = verify(folder, conversion, expected, Path(scratch))
 
     _report(rows, conversion, outputs, expected, exact)
-    _say("use it:")
+    _say("Load the model:")
     for line in usage_lines(output, conversion.head, tokenizer is not None, pooled):
         _say(f"  {line}")
 
 
-def _say(line):
-    """Prints a line that may hold a stranger's text."""
+def _say(line: str) -> None:
+    """Print a line that may contain text of an untrusted file."""
     print(printable(line), flush=True)
 
 
-def _report(rows, conversion, outputs, expected, exact):
-    """The table of what was written and how far its outputs are from the source's."""
+def _report(
+    rows: list[dict[str, Any]],
+    conversion: Conversion,
+    outputs: torch.Tensor,
+    expected: torch.Tensor,
+    exact: torch.Tensor,
+) -> None:
+    """Print what was written, and how much the outputs differ from those of the checkpoint."""
     dtype = str(conversion.dtype).removeprefix("torch.")
-    difference, rounding = ((outputs - other).abs().max().item() for other in (expected, exact))
+    difference = (outputs - expected).abs().max().item()
+    rounding = (outputs - exact).abs().max().item()
+
     table = {
-        "tensors": len(conversion.tensors),
+        "tensors": f"{len(conversion.tensors)}",
         "parameters": f"{conversion.parameters:,}",
         "dtype": dtype,
         "bytes": f"{sum(row['bytes'] for row in rows):,}",
-        **{f"sha256 {row['file']}": row["sha256"] for row in rows},
-        "largest difference": f"{difference:.1e} (largest output {exact.abs().max().item():.3g})",
     }
+    for row in rows:
+        table[f"sha256 {row['file']}"] = row["sha256"]
+    largest = exact.abs().max().item()
+    table["largest difference"] = f"{difference:.1e} (largest output {largest:.3g})"
     if conversion.rounds:
         table["with rounding"] = (
             f"{rounding:.1e} from the source weights before they were rounded to {dtype}"
         )
+
     width = max(map(len, table))
     for key, value in table.items():
         print(f"{key:<{width}}  {value}")
 
 
-def main(argv=None):
-    """`neobert convert`. Raises UserError for bad input, which the command line turns into one
-    sentence and exit code 2."""
-    (arguments,) = OPTIONS["convert"].read(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert convert` and return the exit code.
+
+    Raises:
+        UserError: If an option is invalid or the checkpoint cannot be converted.
+    """
+    options = OPTIONS["convert"].read(sys.argv[1:] if argv is None else argv)
+    log_options(options)
+
+    # Silence transformers' warnings about an untrusted configuration.
     verbosity = transformers.logging.get_verbosity()
-    # What the library has to say about a stranger's configuration is not printed.
     transformers.logging.set_verbosity_error()
     try:
-        convert(arguments)
+        convert(options)
     finally:
         transformers.logging.set_verbosity(verbosity)
     return 0

@@ -1,19 +1,56 @@
-"""What is written: weights, configuration, the model's code, and a model card that the Hub
-understands."""
+"""Files of a Hub folder: weights, configuration, the model's code, and the model card."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import torch
 from huggingface_hub import save_torch_state_dict
 
 from ..common.errors import printable
 from ..common.identity import sha256
 from ..common.loading import copy_code
 from ..common.model_card import front_matter
+from .architecture import Conversion
+from .heads import Head
+from .tokenizer import write_tokenizer
 
 
-def write_weights(folder, state, max_shard_size):
-    """model.safetensors, or shards of at most `max_shard_size` ("5GB") with their index; returns
-    one row per file."""
+def write_folder(
+    folder: Path, conversion: Conversion, tokenizer: Any | None, max_shard_size: str = "5GB"
+) -> list[dict[str, Any]]:
+    """Write tokenizer, configuration, code and weights of a converted checkpoint.
+
+    Args:
+        folder: Existing directory.
+        conversion: Model to write.
+        tokenizer: Result of `tokenizer.find_tokenizer`, or None for a folder without a tokenizer.
+        max_shard_size: Maximum size of a weight file.
+
+    Returns:
+        One row per weight file, as `write_weights`.
+    """
+    config = conversion.config
+    if tokenizer is not None:
+        write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
+    write_config(folder, conversion)
+    return write_weights(folder, conversion.written(), max_shard_size)
+
+
+def write_weights(
+    folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str
+) -> list[dict[str, Any]]:
+    """Write model.safetensors, or shards and their index.
+
+    Args:
+        folder: Existing directory.
+        state: Tensors by name.
+        max_shard_size: Maximum size of a file, such as "5GB".
+
+    Returns:
+        One row per file with its name, size in bytes and digest: {"file", "bytes", "sha256"}.
+    """
     save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
     return [
         {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -21,16 +58,18 @@ def write_weights(folder, state, max_shard_size):
     ]
 
 
-def write_config(folder, conversion):
-    """config.json with the complete auto_map, and the code files that it points at."""
+def write_config(folder: Path, conversion: Conversion) -> None:
+    """Write config.json with the complete auto_map, and the code files that it refers to."""
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = str(conversion.dtype).removeprefix("torch.")
     conversion.config.to_json_file(folder / "config.json")
     copy_code(folder)
 
 
-def usage_lines(name, head, has_tokenizer, sentence_transformers):
-    """Python that loads the folder or repository `name`."""
+def usage_lines(
+    name: str, head: Head, has_tokenizer: bool, sentence_transformers: bool
+) -> list[str]:
+    """Return lines of Python that load the folder or repository `name`."""
     name = json.dumps(printable(name), ensure_ascii=False)
     classes = f"{head.auto_class}, AutoTokenizer" if has_tokenizer else head.auto_class
     lines = [
@@ -70,17 +109,38 @@ Conversion:
 """
 
 
-def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_transformers, known):
-    """README.md with the metadata that the Hub reads; `known` is what it says of licence and base
-    model."""
-    config, task = conversion.config, conversion.head.pipeline_tag
-    tags, library = ["neobert", "custom_code", "safetensors", task], "transformers"
+def write_model_card(
+    folder: Path,
+    conversion: Conversion,
+    rows: list[dict[str, Any]],
+    name: str,
+    has_tokenizer: bool,
+    sentence_transformers: bool,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write README.md with the metadata that the Hub reads.
+
+    Args:
+        folder: Existing directory.
+        conversion: Model that was written.
+        rows: Weight files, as `write_weights` returns them.
+        name: Name of the model.
+        has_tokenizer: Whether the folder contains a tokenizer.
+        sentence_transformers: Whether the folder contains modules.json.
+        metadata: License and base model.
+    """
+    config = conversion.config
+    task = conversion.head.pipeline_tag
+    library = "transformers"
+    tags = ["neobert", "custom_code", "safetensors", task]
     if sentence_transformers:
         tags += ["sentence-transformers", "feature-extraction"]
-    # a masked LM with mean pooling is not trained for it
+    # A masked language model with mean pooling was not trained for sentence similarity.
     if sentence_transformers and conversion.head.option == "base":
-        task, library = "sentence-similarity", "sentence-transformers"
+        task = "sentence-similarity"
+        library = "sentence-transformers"
     tags = list(dict.fromkeys(tags))
+
     layers = f"{config.num_hidden_layers} x {config.hidden_size}"
     facts = {
         "parameters": f"{conversion.parameters:,}",
@@ -94,12 +154,11 @@ def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_tra
     facts |= {f"sha256 of {row['file']}": f"`{row['sha256']}`" for row in rows}
     usage = usage_lines(name, conversion.head, has_tokenizer, sentence_transformers)
     text = _CARD.format(
-        metadata=front_matter(**known, library_name=library, pipeline_tag=task, tags=tags),
+        metadata=front_matter(**metadata, library_name=library, pipeline_tag=task, tags=tags),
         name=printable(name).rpartition("/")[2],
         usage="\n".join(usage),
         facts="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
-        # Names of a stranger's files and tensors stay text in a block, where they are neither links
-        # nor HTML.
+        # In a code block, names of untrusted files and tensors are neither links nor HTML.
         notes="\n".join(f"- {printable(note)}" for note in conversion.notes),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,67 +1,92 @@
 """Options of `neobert convert`. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
+from ..common.options import OptionGroup, OptionParser, option
 from .heads import HEADS
 
 
-@dataclass(kw_only=True)
-class CheckpointOptions(Arguments):
-    """What is read."""
+HeadName = Literal[tuple(HEADS)]  # type: ignore[valid-type]
 
-    checkpoint: str = option(help="file, folder of a step, or folder of a run", positional=True)
-    output: str = option(help="folder to write; it must not exist", positional=True)
+
+@dataclass(frozen=True)
+class CheckpointOptions(OptionGroup):
+    """Checkpoint to read, and how to interpret it."""
+
+    title = "Checkpoint"
+
+    checkpoint: str = option(
+        help="Checkpoint to convert: a file, the directory of a step, or that of a run.",
+        positional=True,
+    )
+    output: str = option(help="Directory to write. It must not exist.", positional=True)
     config: str | None = option(
         None,
-        "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, "
-        "then the shapes",
+        "JSON, YAML or Hydra file with the configuration, or a part of it. By default the file "
+        "beside the checkpoint; missing fields are inferred from the shapes of the weights.",
+        metavar="PATH",
     )
-    step: int | None = option(None, "which step of a run; by default the latest", least=0)
-    head: str | None = option(None, "by default what the checkpoint has", choices=tuple(HEADS))
+    step: Annotated[int, Meta(ge=0)] | None = option(
+        None, "Step of a run to convert. By default the latest."
+    )
+    head: HeadName | None = option(
+        None, "Type of the model's head. By default that of the checkpoint."
+    )
     tokenizer: str | None = option(
         None,
-        "folder, or none; by default the files beside the checkpoint, then the BERT uncased "
-        "tokenizer",
+        "Directory of the tokenizer, or none. By default the files beside the checkpoint, else "
+        "the uncased tokenizer of BERT.",
+        metavar="PATH",
     )
 
 
-@dataclass(kw_only=True)
-class FolderOptions(Arguments):
-    """What is written."""
+@dataclass(frozen=True)
+class FolderOptions(OptionGroup):
+    """Content of the Hub folder."""
 
-    dtype: str | None = option(
+    title = "Output"
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
-        "by default the checkpoint's own; float32 if it mixes several",
-        choices=("float32", "bfloat16", "float16"),
+        "Precision of the weights. By default that of the checkpoint, or float32 if the "
+        "checkpoint mixes several.",
     )
-    sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
-    max_shard_size: str = option("5GB", "largest weight file, as 500MB")
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
+    sentence_transformers: bool = option(
+        False, "Also write modules.json with mean pooling, for sentence-transformers."
+    )
+    max_shard_size: str = option(
+        "5GB", "Maximum size of a weight file, such as 500MB.", metavar="SIZE"
+    )
+    license: str | None = option(None, LICENSE_HELP, metavar="NAME")
+    base_model: str | None = option(None, BASE_MODEL_HELP, metavar="NAME")
 
 
-@dataclass(kw_only=True)
-class ConvertArguments(FolderOptions, CheckpointOptions):
+@dataclass(frozen=True)
+class ConvertOptions:
     """Options of `neobert convert`."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.sentence_transformers and self.tokenizer == "none":
+    source: CheckpointOptions
+    folder: FolderOptions = FolderOptions()
+
+    def __post_init__(self) -> None:
+        if self.folder.sentence_transformers and self.source.tokenizer == "none":
             raise UserError(
-                "--sentence-transformers needs a tokenizer, but --tokenizer none was given."
+                "`--sentence-transformers` needs a tokenizer, got --tokenizer none. Omit one of "
+                "the two options."
             )
 
 
 OPTIONS = {
-    "convert": Options(
+    "convert": OptionParser(
         "neobert convert",
-        "A raw training checkpoint (DeepSpeed, FSDP, accelerate, Trainer, DDP, torch) to a folder "
-        "for the Hugging Face Hub. Code in a\n"
-        "checkpoint is never run. The output is complete or absent.",
-        (ConvertArguments,),
+        "Convert a raw training checkpoint (DeepSpeed, FSDP, accelerate, Trainer, DDP, torch) to "
+        "a folder\nfor the Hugging Face Hub. Code in a checkpoint is never executed.",
+        ConvertOptions,
         "neobert convert examples/checkpoint runs/converted --sentence-transformers",
     )
 }

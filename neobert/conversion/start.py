@@ -1,29 +1,30 @@
-"""A raw checkpoint as a Hub folder for a run that starts from it."""
+"""Conversion of a raw checkpoint that a training run starts from."""
+
+from pathlib import Path
 
 from ..common.folders import new_folder
 from .architecture import plan
 from .config_files import find_config
-from .hub_folder import write_config, write_weights
+from .hub_folder import write_folder
 from .locate import open_checkpoint
-from .tokenizer import find_tokenizer, write_tokenizer
+from .tokenizer import find_tokenizer
 
 
-def write_start(checkpoint, folder):
-    """Writes the masked LM of a raw checkpoint in float32, its configuration and tokenizer: equal
-    files for an equal checkpoint.
+def write_start(checkpoint: str | Path, folder: str | Path) -> None:
+    """Write the masked language model of a raw checkpoint in float32, with its tokenizer.
+
+    Equal checkpoints result in equal files.
 
     Args:
-        checkpoint: path of a file or folder that `neobert convert` reads.
-        folder: new; complete or not there.
+        checkpoint: File or directory that `neobert convert` reads.
+        folder: New directory; it appears complete or not at all.
+
     Raises:
-        UserError: as `neobert convert`.
+        UserError: If the checkpoint cannot be converted.
     """
     source = open_checkpoint(checkpoint)
-    _, values = find_config(source.folders)
-    conversion = plan(source.tensors, values, "masked-lm", "float32")
+    _, fields = find_config(source.folders)
+    conversion = plan(source.tensors, fields, "masked-lm", "float32")
+    tokenizer = find_tokenizer(None, source.folders)
     with new_folder(folder) as path:
-        config = conversion.config
-        tokenizer = find_tokenizer(None, source.folders)
-        write_tokenizer(tokenizer, path, config.vocab_size, config.context_length)
-        write_config(path, conversion)
-        write_weights(path, conversion.written(), "5GB")
+        write_folder(path, conversion, tokenizer)

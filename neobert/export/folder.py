@@ -1,10 +1,11 @@
-"""The folder around graphs: what transformers.js, text-embeddings-inference, fastembed and
-sentence-transformers read beside them."""
+"""Export folders: graphs and the files that transformers.js, Text Embeddings Inference, fastembed
+and sentence-transformers read beside them."""
 
 import contextlib
-import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save
 
@@ -14,24 +15,32 @@ from ..common.identity import model_digest
 from ..common.loading import copy_code
 from ..common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
 from .model_card import card
+from .options import OnnxOptions, OpenvinoOptions
+from .source import Source
 
 
-def check_output(arguments):
-    """Raises UserError for an output that is there already, or is inside of an input."""
-    check_new(arguments.output, "OUTPUT")
-    apart(arguments.output, *(path for path in (arguments.folder, arguments.tokenizer) if path))
+def check_output(options: OnnxOptions | OpenvinoOptions) -> None:
+    """Check that the output does not exist and is not inside an input.
+
+    Raises:
+        UserError: If it is.
+    """
+    model = options.model
+    check_new(model.output, "OUTPUT")
+    apart(model.output, *(path for path in (model.folder, model.tokenizer) if path))
 
 
 @contextlib.contextmanager
-def new_export(source, arguments, target):
-    """A new folder that takes the place of `arguments.output` when it is complete.
+def new_export(source: Source, output: str, target: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Write an export folder, which appears at `output` when it is complete.
 
     Args:
-        source: Source.
-        arguments: ExportArguments.
-        target: "onnx" or "openvino", the folder of its graphs.
+        source: Model to export.
+        output: Directory to write.
+        target: Subdirectory of the graphs, "onnx" or "openvino".
+
     Yields:
-        (path of the folder of the graphs, dict for what export.json says).
+        Path of the subdirectory, and the content of export.json, which the caller completes.
     """
     report = {
         "target": target,
@@ -39,55 +48,60 @@ def new_export(source, arguments, target):
         "head": source.head.option,
         "files": {},
     }
-    with new_folder(arguments.output) as folder:
+    with new_folder(output) as folder:
         (folder / target).mkdir()
         _write_common(folder, source)
         yield folder / target, report
-        _write_plain(folder / "config.json", _config(source, report["files"]))
-        write_text(folder / "README.md", card(source, Path(arguments.output).name, report))
-        _write_plain(folder / "export.json", report)
+        write_json(folder / "config.json", _config(source, report["files"]))
+        write_text(folder / "README.md", card(source, Path(output).name, report))
+        write_json(folder / "export.json", report)
 
 
-def _write_plain(path, data):
-    """JSON as it is: `write_json` takes `AutoModelForTokenClassification` for the name of a
-    secret."""
-    write_text(path, json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-
-
-def _config(source, files):
-    """config.json: that of the model, with the class that is exported, and what transformers.js has
-    to know."""
+def _config(source: Source, files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json: that of the model, with the exported class and the settings of
+    transformers.js."""
     config = source.config.to_dict()
     config |= {"architectures": list(source.head.architectures), "unpad_inputs": True}
-    config.pop("_name_or_path", None)  # where it was read
-    # Which graphs have their weights in a file of their own: it is not looked for otherwise.
+    # The path from which the model was loaded is local.
+    config.pop("_name_or_path", None)
+    # transformers.js only downloads the external weights of the graphs that are listed here.
     external = {f"{name}.onnx": 1 for name, file in files.items() if file.get("external_data")}
     if external:
         config["transformers.js_config"] = {"use_external_data_format": external}
     return config
 
 
-def _write_common(folder, source):
-    """Code of the model, tokenizer, and the files of sentence-transformers."""
+def _write_common(folder: Path, source: Source) -> None:
+    """Write the code of the model, the tokenizer, and the files of sentence-transformers."""
     copy_code(folder)
-    for path in Path(source.tokenizer_folder).iterdir():  # copytree sets rights, which may fail
+    # shutil.copytree also copies permissions, which some file systems refuse.
+    for path in Path(source.tokenizer_folder).iterdir():
         shutil.copyfile(path, folder / path.name)
-    pooling, width = source.pooling, source.config.hidden_size
+
+    pooling = source.pooling
     if pooling is None:
         return
-    write_sentence_transformers(folder, width, source.max_length, pooling.mode)
-    write_pooling(folder, width, pooling.mode, pooling.include_prompt)
+    hidden_size = source.config.hidden_size
+    write_sentence_transformers(folder, hidden_size, source.max_length, pooling.mode)
+    write_pooling(folder, hidden_size, pooling.mode, pooling.include_prompt)
+
     modules = read_json(folder / "modules.json")
     for number, module in enumerate(pooling.modules[1:], 2):
-        kind = type(module).__name__
-        place = folder / f"{number}_{kind}"
-        place.mkdir()
-        kind = f"sentence_transformers.models.{kind}"
-        modules.append({"idx": number, "name": str(number), "path": place.name, "type": kind})
+        class_name = type(module).__name__
+        module_folder = folder / f"{number}_{class_name}"
+        module_folder.mkdir()
+        modules.append(
+            {
+                "idx": number,
+                "name": str(number),
+                "path": module_folder.name,
+                "type": f"sentence_transformers.models.{class_name}",
+            }
+        )
         if module in pooling.dense:
-            _write_dense(place, module)
+            _write_dense(module_folder, module)
         else:
-            write_json(place / "config.json", {})
+            write_json(module_folder / "config.json", {})
     write_json(folder / "modules.json", modules)
     if source.prompts:
         further = {
@@ -95,16 +109,17 @@ def _write_common(folder, source):
             "default_prompt_name": None,
             "requirements": REQUIREMENTS,
         }
-        _write_plain(folder / "config_sentence_transformers.json", further)
+        write_json(folder / "config_sentence_transformers.json", further)
 
 
-def _write_dense(folder, module):
-    kind = type(module.activation_function)
+def _write_dense(folder: Path, module: Any) -> None:
+    """Write a Dense module of sentence-transformers."""
+    activation = type(module.activation_function)
     config = {
         "in_features": module.in_features,
         "out_features": module.out_features,
         "bias": module.linear.bias is not None,
-        "activation_function": f"{kind.__module__}.{kind.__name__}",
+        "activation_function": f"{activation.__module__}.{activation.__name__}",
     }
     write_json(folder / "config.json", config)
     layer = {f"linear.{name}": value for name, value in module.linear.state_dict().items()}

@@ -1,4 +1,4 @@
-"""One GGUF file for llama.cpp and what is built on it."""
+"""Export to a GGUF file for llama.cpp and the tools that are based on it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,78 +8,86 @@ from ..common.files import check_file
 from ..common.folders import apart, check_new, new_file
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
+from .options import GgufOptions
+from .source import Source
 
 
-# Largest error of a number in a file of each dtype, as a part of the largest number of its tensor:
-# half a step of float16's 11 bits, and of 127 steps whose size is in float16 itself. q4_0, in a
-# file of q5_0, has 8 steps below zero and 7 above, so that a number may be cut by a whole one.
+# Maximum error of a value by dtype, relative to the maximum of its tensor: half a step of the 11
+# bits of float16, and of 127 steps whose size is a float16 itself. q4_0, which a file of q5_0
+# contains too, has 8 steps below zero and 7 above, so that a value may be clipped by a whole step.
 BOUNDS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q5_0": 1 / 8 + 2.0**-11}
 
 
-def check_output(arguments):
-    """Raises UserError unless OUTPUT is a new name, or with --check a file."""
-    if arguments.check:
-        check_file(arguments.output)
-        return
-    check_new(arguments.output, "OUTPUT")
-    if Path(arguments.output).suffix != ".gguf":
-        raise UserError(
-            f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given"
-        )
-    apart(arguments.output, arguments.folder)
+def check_output(options: GgufOptions) -> None:
+    """Check that OUTPUT is a new file, or with `--check` an existing one.
 
-
-def export(source, arguments):
-    """Writes the file and compares what it holds with the model before it gets its name; with
-    --check compares only.
-
-    Args:
-        source: Source.
-        arguments: GgufArguments.
     Raises:
-        UserError: llama.cpp cannot run the model, or the file's numbers are not those of it.
+        UserError: If it is not.
+    """
+    output = options.model.output
+    if options.format.check:
+        check_file(output)
+        return
+    check_new(output, "OUTPUT")
+    if Path(output).suffix != ".gguf":
+        raise UserError(f"OUTPUT must be a file that ends in .gguf, got {output}.")
+    apart(output, options.model.folder)
+
+
+def export(source: Source, options: GgufOptions) -> None:
+    """Write the file and compare its values with the model before it appears.
+
+    With `--check` the existing file is compared only.
+
+    Raises:
+        UserError: If llama.cpp cannot run the model, or the values differ.
     """
     from .gguf_file import check_model, largest_error, new_writer, write_tensors
 
     if isinstance(source.model, NeoBERTForMaskedLM):
-        print("llama.cpp has no form for the masked-LM decoder: the file holds the backbone")
+        print(
+            "llama.cpp does not support the masked-LM decoder: the file contains the encoder only."
+        )
         source = replace(source, head=HEADS["base"], model=source.model.model)
     pooling = source.pooling
     mode = pooling.mode if pooling else "mean"
     check_model(source.model, mode)
     if pooling and pooling.dense:
         raise UserError(
-            "llama.cpp has no Dense layer after pooling for NeoBERT; neobert export onnx and "
-            "openvino carry it"
+            "llama.cpp does not support Dense layers after pooling for NeoBERT. Use `neobert "
+            "export onnx` or `neobert export openvino`."
         )
     if pooling and not pooling.include_prompt and any(source.prompts.values()):
         raise UserError(
-            "llama.cpp pools over prompts too, and this folder leaves them out; neobert export "
-            "onnx and openvino carry it"
+            "llama.cpp includes prompts in the pooling, but this model excludes them. Use "
+            "`neobert export onnx` or `neobert export openvino`."
         )
-    dtype, output = arguments.dtype, arguments.output
-    writer = new_writer(source.model, source.tokenizer, mode, dtype, source.name, _known(source))
-    if arguments.check:
+    dtype = options.format.dtype
+    output = options.model.output
+    writer = new_writer(
+        source.model, source.tokenizer, mode, dtype, source.name, _card_metadata(source)
+    )
+    if options.format.check:
         error = largest_error(output, source.model, writer)
         if not error <= max(BOUNDS.values()):
-            raise UserError(f"{output} does not hold this model: {_in_words(error)}")
-        print(f"{output} holds this model: {_in_words(error)}")
+            raise UserError(f"{output} does not contain this model: {_in_words(error)}.")
+        print(f"{output} contains this model: {_in_words(error)}")
         return
     with new_file(output) as file:
         write_tensors(writer, file.name, source.model, dtype)
         error = largest_error(file.name, source.model, writer)
         if not error <= BOUNDS[dtype]:
-            raise UserError(f"the file is not kept: {_in_words(error)}")
+            raise UserError(f"the file was discarded: {_in_words(error)}.")
         size = Path(file.name).stat().st_size
     print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_in_words(error)}")
 
 
-def _in_words(error):
-    return f"its numbers differ by {error:.1e} of the largest of their tensor at most"
+def _in_words(error: float) -> str:
+    return f"largest error {error:.1e}, relative to the maximum of each tensor"
 
 
-def _known(source):
-    """Licence and base model, as GGUF names them."""
+def _card_metadata(source: Source) -> dict[str, str]:
+    """Return license and base model with the keys of GGUF."""
     keys = {
         f"general.{key.replace('_', '.')}": text
         for key, text in source.known.items()

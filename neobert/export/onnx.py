@@ -17,6 +17,8 @@ from ..quantization.outliers import encoders_of, smooth
 from . import folder
 from .check import Precision, Reference
 from .graph import INPUTS, Graph, example, quiet
+from .options import OnnxOptions
+from .source import Source
 
 
 check_output = folder.check_output
@@ -36,24 +38,21 @@ PRECISIONS = {
 }
 
 
-def export(source, arguments):
-    """Writes the folder of a model.
+def export(source: Source, options: OnnxOptions) -> None:
+    """Write the folder of a model.
 
-    Args:
-        source: Source.
-        arguments: OnnxArguments.
     Raises:
-        UserError: a graph is not near enough to torch, or the output may not be written.
+        UserError: If a graph differs too much from torch, or the output cannot be written.
     """
     reference = Reference(source)
-    with folder.new_export(source, arguments, "onnx") as (place, report):
-        report |= {"opset": OPSET, "token_type_ids": arguments.token_type_ids}
-        names = list(dict.fromkeys(arguments.precisions))
+    with folder.new_export(source, options.model.output, "onnx") as (place, report):
+        report |= {"opset": OPSET, "token_type_ids": options.format.token_type_ids}
+        names = list(dict.fromkeys(options.format.precisions))
         for name in tqdm(names, desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
             graph = _graph(source, name)
-            if arguments.token_type_ids:
+            if options.format.token_type_ids:
                 _add_token_types(graph)
             external = _write(graph, path)
             size = sum(file.stat().st_size for file in place.glob(f"{path.name}*"))

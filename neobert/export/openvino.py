@@ -16,6 +16,8 @@ from ..common.files import write_json
 from . import folder
 from .check import Precision, Reference
 from .graph import INPUTS, Graph, example, quiet
+from .options import OpenvinoOptions
+from .source import Source
 
 
 check_output = folder.check_output
@@ -31,21 +33,18 @@ PRECISIONS = {
 }
 
 
-def export(source, arguments):
-    """Writes the folder of a model.
+def export(source: Source, options: OpenvinoOptions) -> None:
+    """Write the folder of a model.
 
-    Args:
-        source: Source.
-        arguments: OpenvinoArguments.
     Raises:
-        UserError: a model is not near enough to torch, or the output may not be written.
+        UserError: If a model differs too much from torch, or the output cannot be written.
     """
     import openvino
 
     model, reference = _trace(Graph(source)), Reference(source)
-    with folder.new_export(source, arguments, "openvino") as (place, report):
+    with folder.new_export(source, options.model.output, "openvino") as (place, report):
         write_json(place / OPTIONS_FILE, OPTIONS)
-        names = [name for name in PRECISIONS if name in arguments.precisions]
+        names = [name for name in PRECISIONS if name in options.format.precisions]
         for name in tqdm(names, desc="models", unit="model", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file

@@ -1,120 +1,165 @@
-"""Options of `neobert export gguf`, `onnx` and `openvino`. Imports neither torch nor
-transformers."""
+"""Options of `neobert export`. Imports neither torch nor transformers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ..common.arguments import Arguments, Options, option
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
-from ..conversion.heads import HEADS
+from ..common.options import OptionGroup, OptionParser, option
+from ..conversion.options import HeadName
 
 
-@dataclass(kw_only=True)
-class ExportArguments(Arguments):
-    """What is exported to what."""
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Model to export, and where to."""
+
+    title = "Model"
 
     folder: str = option(
-        help=(
-            "Hub folder (config.json and safetensors), or a raw checkpoint, which is "
-            "converted first"
-        ),
+        help="Hub folder (config.json and safetensors), or a raw checkpoint, which is converted.",
         positional=True,
     )
-    output: str = option(help="what to write", positional=True)
-    head: str | None = option(
+    output: str = option(help="File or directory to write. It must not exist.", positional=True)
+    head: HeadName | None = option(
         None,
-        "by default base for a folder of sentence-transformers, and otherwise what the weights are",
-        choices=tuple(HEADS),
+        "Type of the model's head. By default base for a folder of sentence-transformers, else "
+        "that of the weights.",
     )
     tokenizer: str | None = option(
-        None, "folder; by default the model's own, then the BERT uncased tokenizer"
+        None,
+        "Directory of the tokenizer. By default that of the model, else the uncased tokenizer of "
+        "BERT.",
+        metavar="PATH",
     )
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
 
 
-@dataclass(kw_only=True)
-class GgufArguments(ExportArguments):
-    """Options of GGUF."""
+@dataclass(frozen=True)
+class CardOptions(OptionGroup):
+    """Metadata of the model card."""
 
-    dtype: str = option(
-        "f16",
-        "of the matrices; q5_0: the token embeddings are q4_0",
-        choices=("f32", "f16", "q8_0", "q5_0"),
+    title = "Model card"
+
+    license: str | None = option(None, LICENSE_HELP, metavar="NAME")
+    base_model: str | None = option(None, BASE_MODEL_HELP, metavar="NAME")
+
+
+@dataclass(frozen=True)
+class GgufFormat(OptionGroup):
+    """Format of a GGUF file."""
+
+    title = "Format"
+
+    dtype: Literal["f32", "f16", "q8_0", "q5_0"] = option(
+        "f16", "Type of the matrices. With q5_0 the token embeddings are q4_0."
     )
     check: bool = option(
-        False, "write nothing, but compare the file OUTPUT, whoever made it, with the model"
+        False, "Write nothing; compare the existing file OUTPUT with the model instead."
     )
 
 
-@dataclass(kw_only=True)
-class OnnxArguments(ExportArguments):
-    """Options of ONNX."""
+@dataclass(frozen=True)
+class OnnxFormat(OptionGroup):
+    """Format of ONNX graphs."""
 
-    precisions: list[str] = option(
-        help="fp32, fp16 (for GPUs, WebGPU), int8 (for CPUs), q4 (smallest)",
+    title = "Format"
+
+    precisions: list[Literal["fp32", "fp16", "int8", "q4"]] = option(
         default_factory=lambda: ["fp32"],
-        choices=("fp32", "fp16", "int8", "q4"),
+        help="Precisions to write: fp16 for GPUs and WebGPU, int8 for CPUs, q4 for size.",
     )
     token_type_ids: bool = option(
-        False, "a third input, which is not read, for loaders that always feed BERT's three"
+        False, "Add a third input that is ignored, for loaders that always pass BERT's three."
     )
 
 
-@dataclass(kw_only=True)
-class OpenvinoArguments(ExportArguments):
-    """Options of OpenVINO."""
+@dataclass(frozen=True)
+class OpenvinoFormat(OptionGroup):
+    """Format of OpenVINO models."""
 
-    precisions: list[str] = option(
-        help="fp32; fp16 and int8, whose weights take a half and a quarter of the space",
+    title = "Format"
+
+    precisions: list[Literal["fp32", "fp16", "int8"]] = option(
         default_factory=lambda: ["fp32"],
-        choices=("fp32", "fp16", "int8"),
+        help="Precisions to write. The weights take 1/2 of the space in fp16, 1/4 in int8.",
     )
 
 
-class Targets(dict):
-    """{target: its `Options`}; as options of `neobert export` the help names the targets."""
+@dataclass(frozen=True)
+class GgufOptions:
+    """Options of `neobert export gguf`."""
 
-    def help(self, argv=()):
+    model: ModelOptions
+    format: GgufFormat = GgufFormat()
+    card: CardOptions = CardOptions()
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """Options of `neobert export onnx`."""
+
+    model: ModelOptions
+    format: OnnxFormat
+    card: CardOptions = CardOptions()
+
+
+@dataclass(frozen=True)
+class OpenvinoOptions:
+    """Options of `neobert export openvino`."""
+
+    model: ModelOptions
+    format: OpenvinoFormat
+    card: CardOptions = CardOptions()
+
+
+ExportOptions = GgufOptions | OnnxOptions | OpenvinoOptions
+
+
+class Targets(dict[str, OptionParser]):
+    """Parsers of the targets of `neobert export`, {target: parser}."""
+
+    def help(self, argv: Sequence[str] = ()) -> str:
+        """Return the help of the target in `argv`, or the list of the targets."""
         for target in self:
             if target in argv:
                 return self[target].help()
-        lines = [f"  {name:<9} {options.about}" for name, options in self.items()]
+
         usage = [
-            "usage: neobert export TARGET FOLDER OUTPUT [--option value ...]",
+            "usage: neobert export TARGET FOLDER OUTPUT [--option VALUE ...]",
             "       neobert export TARGET --help",
             "",
-            "targets:",
+            "Targets:",
         ]
-        return "\n".join([*usage, *lines, "", "example:", f"  {self['gguf'].example}"])
+        lines = [f"  {name:<9} {parser.about}" for name, parser in self.items()]
+        return "\n".join([*usage, *lines, "", "Example:", f"  {self['gguf'].example}"])
 
-    def read(self, argv):
-        """The target that `argv` begins with, and its options."""
-        target, *rest = argv or [None]
+    def read(self, argv: Sequence[str]) -> tuple[str, ExportOptions]:
+        """Return the target that `argv` starts with, and its options."""
+        target = argv[0] if argv else None
         if target not in self:
-            given = "nothing was given" if target is None else f"{target!r} was given"
-            raise UserError(f"the target must be one of {', '.join(self)}, but {given}")
-        return target, *self[target].read(rest)
+            passed = "nothing" if target is None else repr(target)
+            raise UserError(f"TARGET must be one of {', '.join(self)}, got {passed}.")
+        return target, self[target].read(argv[1:])
 
 
 OPTIONS = {
     "export": Targets(
-        gguf=Options(
+        gguf=OptionParser(
             "neobert export gguf",
-            "one file for llama.cpp and what is built on it",
-            (GgufArguments,),
+            "Write a file for llama.cpp and the tools that are based on it.",
+            GgufOptions,
             "neobert export gguf examples/sentence-encoder runs/encoder.gguf",
         ),
-        onnx=Options(
+        onnx=OptionParser(
             "neobert export onnx",
-            "a folder for ONNX Runtime, transformers.js, text-embeddings-inference",
-            (OnnxArguments,),
+            "Write a folder for ONNX Runtime, transformers.js and Text Embeddings Inference.",
+            OnnxOptions,
             "neobert export onnx examples/sentence-encoder runs/onnx --precisions fp32 int8",
         ),
-        openvino=Options(
+        openvino=OptionParser(
             "neobert export openvino",
-            "a folder for OpenVINO",
-            (OpenvinoArguments,),
+            "Write a folder for OpenVINO.",
+            OpenvinoOptions,
             "neobert export openvino examples/sentence-encoder runs/openvino",
         ),
     )

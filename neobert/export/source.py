@@ -3,6 +3,7 @@ sentence-transformers folder pools."""
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from ..common.loading import load_tokenizer
 from ..common.model_card import base_model, licence, read_card
 from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
-from ..conversion import command as converter
+from ..conversion.command import convert_checkpoint
 from ..conversion.heads import Head, choose_head
-from ..conversion.options import ConvertArguments
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
+from .options import CardOptions, ModelOptions
 
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,46 +111,38 @@ def _is_hub_folder(folder):
 
 
 @contextlib.contextmanager
-def open_source(arguments):
-    """The model that `arguments`, ExportArguments, names.
+def open_source(options: ModelOptions, card: CardOptions | None = None) -> Iterator[Source]:
+    """Load the model to export.
 
     Yields:
-        Source; its temporary folders live as long as the block.
+        The model; its temporary directories exist until the context ends.
+
     Raises:
-        UserError: it cannot be read, is not a NeoBERT, or its parts do not fit together.
+        UserError: If the model cannot be read, is not a NeoBERT, or its parts do not fit.
     """
-    given = Path(arguments.folder)
-    if not given.exists():
+    model_path = Path(options.folder)
+    if not model_path.exists():
         raise UserError(
-            f"there is no {given}; a model of the Hub is fetched first: hf download USER/NAME "
-            "--local-dir FOLDER"
+            f"there is no {model_path}. Download a model of the Hub first: hf download USER/NAME "
+            "--local-dir FOLDER."
         )
-    with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch:
-        scratch = Path(scratch)
-        modules = _read_modules(given)
-        folder = given / modules[0]["path"] if modules else given
+    with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch_name:
+        scratch = Path(scratch_name)
+        modules = _read_modules(model_path)
+        folder = model_path / modules[0]["path"] if modules else model_path
         if not _is_hub_folder(folder):
-            if modules or (given / "adapter_config.json").is_file():
+            if modules or (model_path / "adapter_config.json").is_file():
                 raise UserError(
-                    f"{folder} has no config.json with {_WEIGHTS}; an adapter is merged into its "
-                    "model first (merge_and_unload)"
+                    f"{folder} has no config.json with {_WEIGHTS}. Merge an adapter into its "
+                    "model first (`merge_and_unload`)."
                 )
-            folder = _converted(arguments, scratch / "converted")
-        yield _read(arguments, given, folder, modules, scratch)
+            folder = scratch / "converted"
+            convert_checkpoint(model_path, folder, head=options.head, tokenizer=options.tokenizer)
+        yield _read(options, card or CardOptions(), folder, modules, scratch)
 
 
-def _converted(arguments, folder):
-    tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
-    converter.convert(
-        ConvertArguments(
-            checkpoint=arguments.folder, output=str(folder), head=arguments.head, **tokenizer
-        )
-    )
-    return folder
-
-
-def _read_modules(folder):
-    """[{"path", "kind"}] of modules.json, or []."""
+def _read_modules(folder: Path) -> list[dict[str, str]]:
+    """Return the modules of modules.json as [{"path", "kind"}], or []."""
     if not (folder / "modules.json").is_file():
         return []
     modules = [
@@ -160,8 +153,8 @@ def _read_modules(folder):
     are_known = kinds[:2] == ["Transformer", "Pooling"] and {*kinds[2:]} <= {"Dense", "Normalize"}
     if not are_known or "Normalize" in kinds[:-1]:
         raise UserError(
-            f"{folder} has the modules {', '.join(kinds)}; exported are Transformer, Pooling, then "
-            "Dense, and last Normalize"
+            f"{folder} must have the modules Transformer, Pooling, then any Dense, and Normalize "
+            f"last, got {', '.join(kinds)}."
         )
     return modules
 
@@ -189,22 +182,27 @@ def _tensor_names(folder):
         return list(file.keys())
 
 
-def _read(arguments, given, folder, modules, scratch):
-    """The Source of a Hub folder."""
+def _read(
+    options: ModelOptions,
+    card: CardOptions,
+    folder: Path,
+    modules: list[dict[str, str]],
+    scratch: Path,
+) -> Source:
+    """Load a Hub folder."""
+    model_path = Path(options.folder)
     try:
         fields = read_json(folder / "config.json")
         if fields.get("model_type") != "neobert":
-            raise UserError(f"{folder} holds a {fields.get('model_type')} model, not a NeoBERT")
+            raise UserError(f"{folder} must be a NeoBERT, got a {fields.get('model_type')} model.")
         config = NeoBERTConfig.from_pretrained(folder)
         head, _ = choose_head(
             _tensor_names(folder),
-            arguments.head or ("base" if modules else None),
+            options.head or ("base" if modules else None),
             config.architectures or (),
         )
         if head.has_choices:
-            raise UserError(
-                "multiple-choice models are not exported; the engines have no form for them"
-            )
+            raise UserError("multiple-choice models cannot be exported: no engine supports them.")
         model, report = head.model_class.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -214,11 +212,11 @@ def _read(arguments, given, folder, modules, scratch):
         )
         lacking = sorted(str(name) for name in report["missing_keys"])
         if lacking:
-            raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(lacking, 5)}")
+            raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(lacking, 5)}.")
     except UserError:
         raise
     except Exception as error:  # damaged files of any kind
-        raise UserError(f"the model in {folder} cannot be loaded ({one_line(error)})") from error
+        raise UserError(f"the model in {folder} cannot be loaded: {one_line(error)}.") from error
     model.config.unpad_inputs = False
     model.eval().requires_grad_(False)
     own = folder / "sentence_bert_config.json"
@@ -226,19 +224,18 @@ def _read(arguments, given, folder, modules, scratch):
     longest = min(read or config.context_length, config.context_length)
     tokenizer_folder = scratch / "written-tokenizer"
     tokenizer_folder.mkdir()
-    tokenizer_source = find_tokenizer(arguments.tokenizer, [folder])
+    tokenizer_source = find_tokenizer(options.tokenizer, [folder])
     if tokenizer_source is None:
         raise UserError(
-            "an export holds its tokenizer and is proven on texts: --tokenizer takes a folder "
-            "here, not none"
+            "`--tokenizer` must be a directory, got none. An export contains its tokenizer."
         )
     write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, longest)
     tokenizer = load_tokenizer(tokenizer_folder)
-    further = given / "config_sentence_transformers.json"
+    further = model_path / "config_sentence_transformers.json"
     prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}
-    pooling = _read_pooling(given, modules) if modules and head.option == "base" else None
+    pooling = _read_pooling(model_path, modules) if modules and head.option == "base" else None
     return Source(
-        given.name or str(given),
+        model_path.name or str(model_path),
         folder,
         head,
         model,
@@ -247,6 +244,6 @@ def _read(arguments, given, folder, modules, scratch):
         pooling,
         min(longest, tokenizer.model_max_length),
         prompts,
-        licence(arguments.license, read_card(given))
-        | base_model(arguments.base_model, relation="quantized"),
+        licence(card.license, read_card(model_path))
+        | base_model(card.base_model, relation="quantized"),
     )

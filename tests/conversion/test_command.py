@@ -60,9 +60,12 @@ HEADS = "masked-lm, base, sequence-classification, token-classification, questio
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, but 'float8'"),
-        (["--head", "crf"], f"head must be one of {HEADS}"),
-        (["--step", "last"], "step on the command line must be int | null, but 'last' was given"),
+        (
+            ["--dtype", "float8"],
+            "`--dtype` must be one of float32, bfloat16, float16, got 'float8'.",
+        ),
+        (["--head", "crf"], f"`--head` must be one of {HEADS}"),
+        (["--step", "last"], "`--step` must be an integer, at least 0, got 'last'."),
         (["--sentence-transformers", "--tokenizer", "none"], "needs a tokenizer"),
         (["--config", "/nowhere.yaml"], "no file /nowhere.yaml"),
     ],
@@ -76,5 +79,5 @@ def test_bad_options(tmp_path, checkpoint, options, message):
 def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
     state = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config)).state_dict()
     source = save(tmp_path / "run", state, **tiny_config)
-    with pytest.raises(UserError, match="goes with --head masked-lm or base, but the checkpoint's"):
+    with pytest.raises(UserError, match="needs a checkpoint with the head masked-lm or base, got"):
         convert(source, tmp_path / "out", "--sentence-transformers")

@@ -37,8 +37,11 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     "arguments, output",
     [
-        ([], "PROG: give CHECKPOINT, OUTPUT; --help lists the options\n"),
-        (["a", "b", "--heed", "x"], "PROG: unknown argument '--heed'; did you mean --head?\n"),
+        (
+            [],
+            "PROG: CHECKPOINT, OUTPUT must be given. `neobert convert --help` lists all options.\n",
+        ),
+        (["a", "b", "--heed", "x"], "PROG: unknown option '--heed'. Did you mean --head?\n"),
         (["/nowhere", "b"], "PROG: no file /nowhere\n"),
     ],
 )

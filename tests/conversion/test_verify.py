@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from neobert import NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.conversion import command, verify
+from neobert.conversion import hub_folder, verify
 from neobert.conversion.architecture import plan
 
 
@@ -79,12 +79,13 @@ def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, head, auto
 
 def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
     """One weight written wrongly, and a code file that does not import: the folder is not kept."""
-    original, name = command.write_weights, "model.transformer_encoder.1.wo.weight"
+    original = hub_folder.write_weights
+    name = "model.transformer_encoder.1.wo.weight"
 
     def spoiled(folder, state, size):
         return original(folder, {**state, name: state[name] * 1.01}, size)
 
-    monkeypatch.setattr(command, "write_weights", spoiled)
+    monkeypatch.setattr(hub_folder, "write_weights", spoiled)
     with pytest.raises(UserError, match="outputs differ from the source's"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
 
@@ -92,7 +93,7 @@ def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
         (folder / "modeling_neobert.py").write_text("import nothing_at_all\n")
         return original(folder, *rest)
 
-    monkeypatch.setattr(command, "write_weights", without_code)
+    monkeypatch.setattr(hub_folder, "write_weights", without_code)
     with pytest.raises(UserError, match="does not load, so it was not kept: .*nothing_at_all"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "a spoiled folder was left"

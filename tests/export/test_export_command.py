@@ -18,12 +18,12 @@ from neobert.conversion import command as converter
 from neobert.export import check, command, folder
 from neobert.export.check import Agreement, Reference
 from neobert.export.graph import Graph
-from neobert.export.options import ExportArguments
+from neobert.export.options import ModelOptions
 from neobert.export.source import Pooling, open_source
 
 
 def opened(path, **options):
-    with open_source(ExportArguments(folder=str(path), output="out", **options)) as found:
+    with open_source(ModelOptions(folder=str(path), output="out", **options)) as found:
         return found
 
 
@@ -34,14 +34,14 @@ def opened(path, **options):
 def test_a_bad_command_is_one_sentence(capsys, tmp_path):
     assert __main__.main(["export", "tflite", "model", "out"]) == 2
     assert capsys.readouterr().err == (
-        "neobert export: the target must be one of gguf, onnx, openvino, but 'tflite' was given\n"
+        "neobert export: TARGET must be one of gguf, onnx, openvino, got 'tflite'.\n"
     )
     assert __main__.main(["export"]) == 2
-    assert "but nothing was given" in capsys.readouterr().err
+    assert "got nothing." in capsys.readouterr().err
     pytest.importorskip("openvino", reason="needs the extra openvino")
     assert __main__.main(["export", "openvino", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith(
-        f"neobert export: there is no {tmp_path}/none; a model of the Hub is fetched first"
+        f"neobert export: there is no {tmp_path}/none. Download a model of the Hub first"
     )
     assert not list(tmp_path.iterdir())
 
@@ -110,12 +110,12 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
-    with pytest.raises(UserError, match="multiple-choice models are not exported"):
+    with pytest.raises(UserError, match="multiple-choice models cannot be exported"):
         opened(hub_folder(NeoBERTForMultipleChoice))
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "bert" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="holds a bert model, not a NeoBERT"):
+    with pytest.raises(UserError, match="must be a NeoBERT, got a bert model"):
         opened(tmp_path / "bert")
     damaged = tmp_path / "damaged"
     shutil.copytree(hub_folder(), damaged)
@@ -126,7 +126,7 @@ def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
     shutil.copytree(sentence_folder, other)
     modules = json.loads((other / "modules.json").read_text())
     for kinds, message in (
-        ("Transformer, Pooling, LSTM", "has the modules Transformer, Pooling, LSTM; exported are"),
+        ("Transformer, Pooling, LSTM", "last, got Transformer, Pooling, LSTM"),
         ("Transformer, Pooling, Normalize, Dense", "and last Normalize"),
     ):
         pairs = zip(modules, kinds.split(", "))
@@ -211,4 +211,4 @@ def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):
     output = tmp_path / "out"
     command = ["export", "onnx", str(hub_folder()), str(output), "--tokenizer", "none"]
     assert __main__.main(command) == 2 and not output.exists()
-    assert "--tokenizer takes a folder here, not none" in capsys.readouterr().err
+    assert "`--tokenizer` must be a directory, got none." in capsys.readouterr().err

@@ -14,7 +14,7 @@ import neobert
 
 gguf = pytest.importorskip("gguf")
 
-from neobert.export import gguf_file
+from neobert.export import gguf_file  # noqa: E402
 
 
 ROOT = Path(neobert.__file__).resolve().parents[1]

@@ -42,7 +42,7 @@ def test_its_commands_are_understood():
     assert len(lines) >= 3
     for line in lines:
         _, arguments = OPTIONS["export"].read(shlex.split(line, comments=True)[2:])
-        assert arguments.folder in ("FOLDER", "examples/sentence-encoder")
+        assert arguments.model.folder in ("FOLDER", "examples/sentence-encoder")
 
 
 def test_its_file_names():

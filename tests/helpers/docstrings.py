@@ -1,4 +1,4 @@
-"""Real text that is not the project's: docstrings of the standard library and of installed packages."""
+"""Real text that is not the project's: docstrings of installed packages."""
 
 import ast
 import itertools
