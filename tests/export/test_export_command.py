@@ -127,7 +127,7 @@ def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
     modules = json.loads((other / "modules.json").read_text())
     for kinds, message in (
         ("Transformer, Pooling, LSTM", "last, got Transformer, Pooling, LSTM"),
-        ("Transformer, Pooling, Normalize, Dense", "and last Normalize"),
+        ("Transformer, Pooling, Normalize, Dense", "and Normalize last, got"),
     ):
         pairs = zip(modules, kinds.split(", "))
         changed = [{**part, "type": f"sentence_transformers.models.{kind}"} for part, kind in pairs]
