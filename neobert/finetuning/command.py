@@ -1,134 +1,137 @@
-"""`neobert glue`: the paper's GLUE protocol (its section 4.2) for any encoder, full or LoRA, with
-several seeds, and its table.
+"""`neobert glue`: fine-tune any encoder on GLUE with the protocol of the paper (section 4.2).
 
     neobert glue --task rte --model chandar-lab/NeoBERT
     neobert glue --task all --model google-bert/bert-base-uncased --grid --seeds 1 2 3
     neobert glue --task sst2 --data my_folder --model my_model --lora
 
-Every finished run is a folder OUTPUT/<name>/<task>/<run>/ with result.json; the same command again
-skips it and continues an unfinished one from its newest checkpoint. OUTPUT/table.md and table.json
-are made from all result.json files under OUTPUT.
+Every run is a directory OUTPUT/<name>/<task>/<run>/ that contains result.json at the end. Running
+the command again skips finished runs and resumes an unfinished run from its newest checkpoint.
+OUTPUT/table.md and table.json are made from all result.json files under OUTPUT.
 """
 
 import functools
-import hashlib
-import json
 import logging
 import math
-import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from ..common.errors import UserError
-from ..common.files import read_json
 from ..common.identity import model_digest
 from ..common.loading import load_tokenizer
-from ..common.output import Output
+from ..common.options import log_options
 from ..common.results import check_result_files, earlier_result
 from .data import task_baselines
 from .model import encoder_hidden_size
-from .options import OPTIONS, PRESET_HIDDEN_SIZE
+from .options import OPTIONS, PRESET_HIDDEN_SIZE, GlueOptions, GlueRun, Hyperparameters
 from .table import finished_runs, write_tables
-from .tasks import Task, load_task, parse_tasks, rows_digest
+from .tasks import Splits, Task, load_task, parse_tasks, rows_digest
 from .trainer import check_sizes, fine_tune, process_state
 
 
 logger = logging.getLogger("neobert.glue")
 
 
-def run_folder(arguments, settings):
-    """OUTPUT/<name>/<task>/<readable part and a digest of all settings>."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    lora = f"_lora{settings['lora']['rank']}" if settings["lora"] else ""
-    run = "bs{batch_size}_lr{learning_rate:g}_wd{weight_decay:g}{0}_seed{seed}_{1}"
-    row = Path(arguments.output) / re.sub(r"[^\w.-]+", "-", arguments.name)
-    return row / settings["task"] / run.format(lora, digest, **settings)
+@dataclass(frozen=True)
+class Inputs:
+    """What all runs of a command share.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        revision: Digest of the model's weights.
+        hidden_size: Hidden size of the encoder, None if unknown.
+        splits: Rows of every task, {task: splits}.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    revision: str
+    hidden_size: int | None
+    splits: dict[str, Splits]
 
 
-def runs_of_row(arguments, task):
-    """[(selection score, folder)] of the finished runs in this row and task, best last."""
+def runs_of_row(options: GlueOptions, task: str) -> list[tuple[float, Path]]:
+    """Return the selection scores and directories of the row's finished runs, best run last."""
     return sorted(
         (result["selected"]["score"], folder)
-        for folder, result in finished_runs(arguments.output)
-        if (result["row"], result["task"]) == (arguments.row, task)
+        for folder, result in finished_runs(options.output.output)
+        if (result["row"], result["task"]) == (options.row, task)
     )
 
 
-def choose_start(arguments, task):
-    """(name of the MNLI run that a task starts from, or None; model to load): the best finished
-    run in this row, by the score that selected its checkpoint, over seeds and grid."""
-    if not task.from_mnli or arguments.start == "none":
-        return None, arguments.model
-    runs = [folder for _, folder in runs_of_row(arguments, "mnli") if (folder / "best").is_dir()]
+def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
+    """Choose the model that the runs of a task start from.
+
+    Returns:
+        Name of the row's best finished MNLI run, or None, and the model to load. The best run has
+        the highest selection score over seeds and grid.
+    """
+    model = options.model.model
+    if not task.from_mnli or options.model.start == "none":
+        return None, model
+
+    runs = [folder for _, folder in runs_of_row(options, "mnli") if (folder / "best").is_dir()]
     if runs:
-        logger.info("%s starts from the best MNLI run, %s", task.name, runs[-1].name)
+        logger.info("%s starts from the best MNLI run, %s.", task.name, runs[-1].name)
         return runs[-1].name, str(runs[-1] / "best")
     logger.warning(
-        "%s starts from %s itself: there is no finished MNLI run under %s (the paper starts from "
-        "MNLI; run --task mnli first)",
+        "warning: %s starts from %s, because there is no finished MNLI run under %s. The paper "
+        "starts from MNLI: run --task mnli first.",
         task.name,
-        arguments.model,
-        arguments.output,
+        model,
+        options.output.output,
     )
-    return None, arguments.model
+    return None, model
 
 
-def run_task(arguments, trainer, task, splits, tokenizer, revision, hidden_size=None):
+def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
     """Run all seeds of one task and compare them with the baselines.
-
-    Args:
-        trainer: Options of transformers' Trainer.
-        revision: Fingerprint of the model.
-        hidden_size: Hidden size of the encoder, None if unknown.
 
     Returns:
         The results of the chosen hyperparameters, one per seed.
     """
-    start, model = choose_start(arguments, task)
-    known = {"revision": revision, "rows": rows_digest(splits), "start": start}
-    combinations = arguments.combinations(task, hidden_size)
-    if arguments.uses_default_rate(hidden_size):
+    splits = inputs.splits[task.name]
+    rows = rows_digest(splits)
+    start, model = choose_start(options, task)
+    combinations = options.combinations(task, inputs.hidden_size)
+    if options.uses_default_rate(inputs.hidden_size):
         logger.info(
-            "%s: learning rate %.2g, the default for a hidden size of %d (the presets are for %d)",
+            "%s: learning rate %.2g, the default for a hidden size of %d. The presets are for %d.",
             task.name,
-            combinations[0]["learning_rate"],
-            hidden_size,
+            combinations[0].learning_rate,
+            inputs.hidden_size,
             PRESET_HIDDEN_SIZE,
         )
 
     # All runs of a task have the same training rows, and so the same baselines.
-    cached_baselines = functools.cache(
-        lambda: task_baselines(task, splits, arguments.settings(trainer, task, {}, 0))
-    )
+    baselines = functools.cache(lambda: task_baselines(task, splits, options.selection))
 
-    def run(hyper, seed):
-        settings = arguments.settings(trainer, task, hyper, seed, **known)
-        output = Output(run_folder(arguments, settings), "glue", settings)
-        if output.state() == "finished":
-            logger.info("%s is already finished: %s", task.name, output.folder)
-            return read_json(output.result)
-        logger.info("%s: %s", task.name, output.folder.name)
-        best = max((score for score, _ in runs_of_row(arguments, task.name)), default=-math.inf)
-        result = fine_tune(
-            output,
-            settings,
-            splits,
-            model,
-            tokenizer,
-            arguments,
-            trainer,
-            best,
-            cached_baselines,
+    def run(hyperparameters: Hyperparameters, seed: int) -> dict:
+        glue_run = GlueRun(
+            options=options,
+            task=task,
+            hyperparameters=hyperparameters,
+            seed=seed,
+            revision=inputs.revision,
+            rows=rows,
+            start=start,
         )
-        logger.info("%s: dev %.2f", output.folder.name, 100 * result["score"])
+        logger.info("%s: %s", task.name, glue_run.folder.name)
+        best = max((score for score, _ in runs_of_row(options, task.name)), default=-math.inf)
+        result = fine_tune(glue_run, model, splits, inputs.tokenizer, best, baselines)
+        logger.info("%s: dev %.2f", glue_run.folder.name, 100 * result["score"])
         return result
 
+    seeds = options.optimization.seeds
     chosen = combinations[0]
     if len(combinations) > 1:
-        tried = [run(hyper, arguments.seeds[0])["selected"]["score"] for hyper in combinations]
-        chosen = combinations[tried.index(max(tried))]
+        scores = [run(combination, seeds[0])["selected"]["score"] for combination in combinations]
+        chosen = combinations[scores.index(max(scores))]
         logger.info("%s: best of %d combinations: %s", task.name, len(combinations), chosen)
-    results = [run(chosen, seed) for seed in arguments.seeds]
+
+    results = [run(chosen, seed) for seed in seeds]
     report_baselines(task, results)
     return results
 
@@ -168,45 +171,55 @@ def report_baselines(task: Task, results: list[dict]) -> None:
         )
 
 
-def check(arguments, trainer, tasks):
-    """Check all tasks before the first one is trained.
+def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
+    """Load the inputs and check all tasks before the first one is trained.
 
-    Returns:
-        The tokenizer, the fingerprint and the hidden size of the model, and {task: splits}.
+    Raises:
+        UserError: If the output directory holds a table of another program, or a run of other
+            weights or rows under the same name; or if an input is invalid.
     """
-    table = earlier_result(Path(arguments.output) / "table.json", "measured")
-    check_result_files(arguments.output, "glue", table, "table.json", "table.md")
-    revision = model_digest(arguments.model)
-    hidden_size = encoder_hidden_size(arguments.model, arguments.trust_remote_code)
-    data = {task.name: load_task(task, arguments.data) for task in tasks}
+    output = options.output.output
+    model = options.model.model
+    table = earlier_result(Path(output) / "table.json", "measured")
+    check_result_files(output, "glue", table, "table.json", "table.md")
+
+    revision = model_digest(model)
+    hidden_size = encoder_hidden_size(model, options.model.trust_remote_code)
+    splits = {task.name: load_task(task, options.data.data) for task in tasks}
     for task in tasks:
-        check_sizes(task, arguments.combinations(task, hidden_size), trainer)
-    digests = {name: rows_digest(splits) for name, splits in data.items()}
-    for folder, result in finished_runs(arguments.output):
+        check_sizes(task, options.combinations(task, hidden_size), options.trainer)
+
+    digests = {name: rows_digest(rows) for name, rows in splits.items()}
+    for folder, result in finished_runs(output):
         # A row of the table holds one model, and one set of rows of a task.
         previous = result["settings"]
-        same = previous["revision"] == revision
-        if result["row"] == arguments.row:
-            same = same and previous["rows"] == digests.get(result["task"], previous["rows"])
-        if result["name"] == arguments.name and not same:
+        is_same = previous["revision"] == revision
+        if result["row"] == options.row:
+            rows = digests.get(result["task"], previous["rows"])
+            is_same = is_same and previous["rows"] == rows
+        if result["name"] == options.name and not is_same:
             raise UserError(
-                f"{folder} is a run of other weights or rows under the name {arguments.name!r}; "
-                "give another --name or another --output"
+                f"{folder} is a run of other weights or rows under the name {options.name!r}. "
+                "Choose another --name or another --output."
             )
-    return load_tokenizer(arguments.model), revision, hidden_size, data
+    return Inputs(load_tokenizer(model), revision, hidden_size, splits)
 
 
-def main(argv=None):
-    """Runs `neobert glue`; bad input is a UserError before any work."""
-    arguments, trainer = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert glue` and return the exit code."""
+    options = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
     is_main = process_state().is_main_process
     logger.disabled = not is_main
-    tasks = parse_tasks(arguments.task)
-    tokenizer, revision, hidden_size, data = check(arguments, trainer, tasks)
+    if is_main:
+        log_options(options)
+
+    tasks = parse_tasks(options.data.task)
+    inputs = check(options, tasks)
+    page = ""
     for task in tasks:
-        run_task(arguments, trainer, task, data[task.name], tokenizer, revision, hidden_size)
+        run_task(options, task, inputs)
         if is_main:
-            page = write_tables(arguments.output)
+            page = write_tables(options.output.output)
     if is_main:
         print(page)
     return 0

@@ -1,61 +1,86 @@
-"""Rows of a GLUE run: what is trained on, what is held out, and the metrics of every part."""
+"""Rows of a GLUE run: training rows, held-out rows, and the metrics of every part."""
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from .baselines import BaselineResult, bootstrap_error, fit_baselines, value_and_error
-from .tasks import Task, predicted_labels, scores
+from .options import SelectionOptions
+from .tasks import Splits, Task, predicted_labels, scores
 
 
-def split_heldout(rows, fraction, at_most):
-    """Indices (kept, held out) of `rows` training rows; the same for every seed, so that seeds
-    differ in training alone."""
-    count = min(at_most, int(rows * fraction))
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def split_heldout(rows: int, fraction: float, max_rows: int) -> tuple[list[int], list[int]]:
+    """Return the indices of the rows to train on and of the held-out rows.
+
+    The held-out rows are the same for every seed, so that seeds differ in training alone.
+
+    Args:
+        rows: Number of training rows.
+        fraction: Fraction of the rows to hold out.
+        max_rows: Maximum number of held-out rows.
+    """
+    count = min(max_rows, int(rows * fraction))
     order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
 
 
-def prepare(task, splits, tokenizer, settings, model_limit):
-    """Training rows and one evaluation set, with the slice of every part of it.
+def prepare(
+    task: Task,
+    splits: Splits,
+    tokenizer: PreTrainedTokenizerBase,
+    selection: SelectionOptions,
+    max_length: int,
+) -> "tuple[Dataset, Dataset, dict[str, slice]]":
+    """Tokenize the rows of a run.
 
     Args:
-        splits: from `glue_tasks.load_task`.
-        model_limit: longest text in tokens that the model takes, or None.
+        max_length: Maximum sequence length in tokens.
+
     Returns:
-        training and evaluation `datasets.Dataset`, tokenised, without padding; {part: slice}; the
-        parts are "heldout" (unless selection is "dev") and the dev splits.
+        Training rows, evaluation rows, and the slice of every part of the evaluation rows. The
+        parts are "heldout", unless the dev set selects, and the dev splits. Rows are not padded.
     """
     from datasets import Dataset, concatenate_datasets
 
-    max_length = min(settings["max_length"], model_limit or settings["max_length"])
-
-    def tokenised(columns):
+    def tokenize(columns: dict[str, list]) -> Dataset:
         texts = (columns[name] for name in task.texts)
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return Dataset.from_dict({**encoded, "labels": columns["label"]})
 
-    train, parts = tokenised(splits["train"]), {}
-    if settings["selection"] == "heldout":
+    train = tokenize(splits["train"])
+    parts = {}
+    if selection.selection == "heldout":
         kept, held_out = split_heldout(
-            len(train), settings["heldout_fraction"], settings["heldout_rows"]
+            len(train), selection.heldout_fraction, selection.heldout_rows
         )
-        train, parts["heldout"] = train.select(kept), train.select(held_out)
-    parts |= {split: tokenised(splits[split]) for split in task.validation}
-    slices, start = {}, 0
+        parts["heldout"] = train.select(held_out)
+        train = train.select(kept)
+    for split in task.validation:
+        parts[split] = tokenize(splits[split])
+
+    slices = {}
+    start = 0
     for name, part in parts.items():
         slices[name] = slice(start, start + len(part))
         start += len(part)
     return train, concatenate_datasets(list(parts.values())), slices
 
 
-def evaluation_metrics(task, logits, labels, slices):
-    """Metrics of every part.
+def evaluation_metrics(
+    task: Task, logits: np.ndarray, labels: np.ndarray, slices: dict[str, slice]
+) -> dict[str, float]:
+    """Return the metrics of every part of the evaluation rows.
 
     Returns:
-        "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there
-        are several dev splits, and "score": what stops and selects, of the held-out rows if there
-        are some, else of dev.
+        "dev_<metric>" and "dev_score", means over the dev splits; "<split>_<metric>" if there are
+        several dev splits; and "score", which selects the checkpoint: the score of the held-out
+        rows, or of the dev set without them.
     """
     predictions = predicted_labels(task, logits)
     parts = {name: scores(task, predictions[rows], labels[rows]) for name, rows in slices.items()}
@@ -97,14 +122,12 @@ def score_and_error(
     return float(np.mean(values)), math.sqrt(sum(variances)) / len(values)
 
 
-def task_baselines(
-    task: Task, splits: dict[str, dict[str, list]], settings: dict
-) -> list[BaselineResult]:
+def task_baselines(task: Task, splits: Splits, selection: SelectionOptions) -> list[BaselineResult]:
     """Fit the baselines on a run's training rows and measure them on the dev splits.
 
     Args:
-        splits: Rows from `glue_tasks.load_task`.
-        settings: Settings of the run from `GlueArguments.settings`.
+        splits: Rows from `load_task`.
+        selection: Options that hold out training rows.
     """
 
     def texts(split: str) -> list[tuple[str, ...]]:
@@ -112,9 +135,9 @@ def task_baselines(
 
     train_texts = texts("train")
     train_labels = splits["train"]["label"]
-    if settings["selection"] == "heldout":
+    if selection.selection == "heldout":
         kept, _ = split_heldout(
-            len(train_labels), settings["heldout_fraction"], settings["heldout_rows"]
+            len(train_labels), selection.heldout_fraction, selection.heldout_rows
         )
         train_texts = [train_texts[i] for i in kept]
         train_labels = [train_labels[i] for i in kept]

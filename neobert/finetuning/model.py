@@ -1,13 +1,14 @@
-"""The encoder with a classification head that a run of GLUE starts from."""
+"""Encoder with a classification head, the model of a GLUE run."""
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.errors import UserError, one_line
+from .tasks import Task
 
 
-# What encoders call the dropout before the classifier.
+# Names of the dropout before the classifier in the configurations of encoders.
 _DROPOUTS = ("classifier_dropout", "cls_dropout", "seq_classif_dropout")
 
 
@@ -28,18 +29,25 @@ def _not_loadable(name: str, error: Exception) -> UserError:
     return UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}.")
 
 
-def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
-    """A sequence classifier for `task`, in float32.
+def load_classifier(
+    name: str,
+    task: Task,
+    head_dropout: float = 0.1,
+    trust_remote_code: bool = False,
+    pooling: str | None = None,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Load a sequence classifier for a task in float32.
 
     Args:
-        pooling: "cls" or "mean" for NeoBERT and ModernBERT; None for what the configuration says.
+        pooling: "cls" or "mean" for NeoBERT and ModernBERT; None for that of the configuration.
 
     Returns:
-        model, names of the head's parameters that the checkpoint did not have (random), as a sorted
-        list.
+        The model, and the sorted names of the head's parameters that the checkpoint lacks. These
+        are random.
+
     Raises:
-        UserError: there is no such model; it lacks weights of the encoder, brings code that was not
-            trusted, or is not an encoder that can classify.
+        UserError: If the model does not exist, lacks weights of the encoder, needs code that was
+            not trusted, or cannot classify.
     """
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -53,6 +61,7 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
                 setattr(config, field, head_dropout)
         if pooling is not None:
             config.classifier_pooling = pooling
+
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name,
             config=config,
@@ -63,15 +72,15 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loadable(name, error) from error
-    new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
-    backbone = [
-        key
-        for key in new
-        if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"
-    ]
-    if backbone:
+
+    missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
+    prefix = f"{model.base_model_prefix}."
+    encoder_keys = sorted(
+        key for key in missing if key.startswith(prefix) and ".pooler." not in f".{key}"
+    )
+    if encoder_keys:
         raise UserError(
-            f"{name} lacks {len(backbone)} weights of the encoder, {sorted(backbone)[0]} for "
-            "example; is it this architecture?"
+            f"{name} lacks {len(encoder_keys)} weights of the encoder, for example "
+            f"{encoder_keys[0]}. Its config.json may be that of another architecture."
         )
-    return model, sorted(new)
+    return model, sorted(missing)

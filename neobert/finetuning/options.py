@@ -1,163 +1,250 @@
-"""Options of `neobert glue`, the protocol that recipes/glue.yaml holds, and what identifies one
-run. Imports neither torch nor transformers."""
+"""Options of `neobert glue` and the definition of one run. Imports neither torch nor transformers.
 
+recipes/glue.yaml contains the protocol of the paper and is read before the user's recipes.
+"""
+
+import hashlib
 import itertools
+import json
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.constants import RECIPES
 from ..common.errors import UserError
-from ..common.output import run_settings
-from ..training.lora import LoraOptions
+from ..common.options import OptionGroup, OptionParser, identity, option
+from ..training.lora import LoraGroup
 from ..training.options import number_options
-from .tasks import HUB_DATA
+from .tasks import HUB_DATA, Task
 
 
 RECIPE = RECIPES / "glue.yaml"
 DEFAULT_PRESET = "neobert-4096"
 PRESET_HIDDEN_SIZE = 768  # of the models that the presets were tuned for
-HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")
+
+Presets = dict[str, dict[str, dict[str, int | float]]]
+GridValues = dict[str, list[int | float]]
 
 
-@dataclass(kw_only=True)
-class GlueData(Arguments):
-    """What is fine-tuned on what."""
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Hyperparameters of a run that the paper's grid varies.
+
+    Attributes:
+        batch_size: Global batch size in sequences.
+        learning_rate: Peak learning rate.
+        weight_decay: Weight decay of matrices.
+    """
+
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Encoder and its classification head."""
+
+    title = "Model"
+
+    model: str = option(
+        help="Encoder to fine-tune: a directory or a name on the Hub.",
+        metavar="NAME",
+        affects_results=False,
+    )
+    start: Literal["auto", "none"] = option(
+        "auto",
+        "Start of RTE, STS-B, MRPC and QNLI: auto for the best finished MNLI run under --output, "
+        "none for the encoder itself.",
+        affects_results=False,
+    )
+    classifier_pooling: Literal["cls", "mean"] | None = option(
+        None, "Pooling of the classification head of NeoBERT. (default: from config.json)"
+    )
+    head_dropout: Annotated[float, Meta(ge=0, lt=1)] = option(
+        0.1, "Dropout probability of the classification head."
+    )
+    trust_remote_code: bool = option(
+        False,
+        "Run the Python code of the model's repository. NeoBERT does not need it.",
+        affects_results=False,
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions(OptionGroup):
+    """Tasks and their rows."""
+
+    title = "Data"
 
     task: str = option(
-        help="all, or a comma-separated list of mnli, qnli, qqp, rte, sst2, mrpc, cola, stsb"
+        help="Comma-separated tasks of mnli, qnli, qqp, rte, sst2, mrpc, cola and stsb, or all.",
+        metavar="NAMES",
     )
-    model: str = option(help="model folder, or name on the Hub; any encoder", free=True)
+    # Data is identified by its rows.
     data: str = option(
         HUB_DATA,
-        "name on the Hub, or a folder with <task>/<split>.jsonl|csv|tsv|parquet",
-        free=True,  # known by its rows
+        "Name on the Hub, or a directory with <task>/<split>.jsonl, .csv, .tsv or .parquet.",
+        metavar="PATH",
+        affects_results=False,
     )
-    output: str = option("runs/glue", "folder of the runs and the table", free=True)
-    name: str | None = option(None, "row of the table; default: last part of --model", free=True)
-    trust_remote_code: bool = option(
-        False, "run Python code that the model brings (NeoBERT itself needs none)", free=True
+    max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] = option(
+        512, "Maximum sequence length in tokens, with 3 special tokens in a pair."
     )
-    seeds: list[int] = option(
-        default_factory=lambda: [1, 2, 3],
-        help="the table gives mean and standard deviation",
-        least=0,
-        below=2**32,
-        free=True,
-    )
-    grid: bool = option(
-        False,
-        "search grid_values with the first seed, then run the best with all seeds",
-        free=True,
-    )
-    start: str = option(
-        "auto",
-        "RTE, STS-B, MRPC, QNLI start from: auto (best MNLI run if there is one), none",
-        choices=("auto", "none"),
-        free=True,
-    )
-    max_length: int = option(512, "tokens; a pair has 3 special ones", least=8, most=2**31 - 1)
 
 
-@dataclass(kw_only=True)
-class GlueSelection(Arguments):
-    """What stops and selects a run."""
+@dataclass(frozen=True)
+class OutputOptions(OptionGroup):
+    """Runs, their weights and the table."""
 
-    selection: str = option(
-        "heldout",
-        "what stops and selects: training rows, or dev as published",
-        choices=("heldout", "dev"),
+    title = "Output"
+
+    output: str = option(
+        "runs/glue", "Directory of the runs and the table.", metavar="PATH", affects_results=False
     )
-    heldout_fraction: float = option(0.1, "share of the training rows", least=0, below=1)
-    heldout_rows: int = option(2000, "at most so many of them", above=0)
-    patience: int = option(15, "evaluations without progress until a run ends", above=0)
-    max_eval_interval: int = option(500, "most steps between evaluations", above=0)
-    evaluations_per_epoch: int = option(10, above=0)
-    keep_models: str = option(
+    name: str | None = option(
+        None,
+        "Name of the table's row. (default: last part of --model)",
+        metavar="NAME",
+        affects_results=False,
+    )
+    keep_models: Literal["best", "all"] = option(
         "best",
-        "best: those of a run that is better than the runs of its task before it; or all",
-        choices=("best", "all"),
-        free=True,
+        "Runs whose weights are saved: best for runs with a better score than the finished runs "
+        "of the task, or all.",
+        affects_results=False,
     )
 
 
-@dataclass(kw_only=True)
-class GlueHyperParameters(Arguments):
-    """Hyper-parameters; the defaults are those of a preset."""
+@dataclass(frozen=True)
+class SelectionOptions(OptionGroup):
+    """Evaluation, early stopping and the choice of the checkpoint."""
 
+    title = "Evaluation"
+
+    selection: Literal["heldout", "dev"] = option(
+        "heldout",
+        "Rows that choose the checkpoint and stop the run: held-out training rows, or the dev set "
+        "as published.",
+    )
+    heldout_fraction: Annotated[float, Meta(ge=0, lt=1)] = option(
+        0.1, "Fraction of the training rows that is held out."
+    )
+    heldout_rows: Annotated[int, Meta(ge=1)] = option(2000, "Maximum number of held-out rows.")
+    patience: Annotated[int, Meta(ge=1)] = option(
+        15, "Number of evaluations without progress after which the run stops."
+    )
+    max_eval_interval: Annotated[int, Meta(ge=1)] = option(
+        500, "Maximum number of steps between two evaluations."
+    )
+    evaluations_per_epoch: Annotated[int, Meta(ge=1)] = option(
+        10, "Number of evaluations per epoch."
+    )
+
+
+@dataclass(frozen=True)
+class OptimizationOptions(OptionGroup):
+    """Seeds and hyperparameters."""
+
+    title = "Optimization"
+
+    seeds: list[Annotated[int, Meta(ge=0, lt=2**32)]] = option(
+        default_factory=lambda: [1, 2, 3],
+        help="Random seeds, one run per seed. The table shows mean and standard deviation.",
+        affects_results=False,
+    )
     preset: str | None = option(
         None,
         "Hyperparameters of the paper for each task: neobert-4096 or neobert-1024, or a key of "
         "--presets. (default: neobert-4096)",
-        free=True,
+        metavar="NAME",
+        affects_results=False,
     )
-    batch_size: int | None = option(
-        None, "Global batch size in sequences. (default: from the preset)", above=0
+    batch_size: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Global batch size in sequences. (default: from the preset)"
     )
-    learning_rate: float | None = option(
+    learning_rate: Annotated[float, Meta(gt=0)] | None = option(
         None,
         "Peak learning rate. (default: from the preset; without --preset, 2e-5 * (768 / "
         "hidden size)^5, at most 1e-3, for encoders with a hidden size below 768; with --lora, "
         "--lora-learning-rate)",
-        above=0,
     )
-    weight_decay: float | None = option(
-        None, "Weight decay of matrices. (default: from the preset)", least=0
+    weight_decay: Annotated[float, Meta(ge=0)] | None = option(
+        None, "Weight decay of matrices. (default: from the preset)"
     )
-    warmup_ratio: float = option(
-        0.06, "share of the steps, then linear decay to 0", least=0, below=1
+    warmup_ratio: Annotated[float, Meta(ge=0, lt=1)] = option(
+        0.06, "Fraction of the steps with linear warmup, before linear decay to 0."
     )
-    classifier_pooling: str | None = option(
-        None, "for NeoBERT; default: what its config.json says", choices=("cls", "mean")
+    grid: bool = option(
+        False,
+        "Search --grid-values with the first seed, then run the best combination with all seeds.",
+        affects_results=False,
     )
-    head_dropout: float = option(0.1, least=0, below=1)
-    presets: dict[str, dict[str, dict[str, int | float]]] = option(
-        default_factory=dict, help="{preset: {task: hyper-parameters}}", free=True
+    presets: Presets = option(
+        default_factory=dict,
+        help="Hyperparameters in a YAML recipe, {preset: {task: {hyperparameter: value}}}.",
+        affects_results=False,
     )
-    grid_values: dict[str, list[int | float]] = option(
-        default_factory=dict, help="{hyper-parameter: values}", free=True
-    )
-
-
-@dataclass(kw_only=True)
-class GlueLora(LoraOptions):
-    """Low-rank adapters in GLUE."""
-
-    lora_learning_rate: float = option(3e-4, above=0)
-    lora_grid_values: dict[str, list[int | float]] = option(
-        default_factory=dict, help="{hyper-parameter: values} for --grid with --lora"
+    grid_values: GridValues = option(
+        default_factory=dict,
+        help="Grid in a YAML recipe, {hyperparameter: values}.",
+        affects_results=False,
     )
 
-
-@dataclass(kw_only=True)
-class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
-    """Options of `neobert glue`; recipes/glue.yaml holds the paper's values."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.name = self.name or Path(os.path.abspath(self.model)).name
+    def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in self.presets:
             raise UserError(
                 f"`preset` must be one of {', '.join(self.presets)}, got {self.preset!r}."
             )
 
-    @property
-    def row(self):
-        """The row of the table: the name, and what sets its runs apart from others of this name."""
-        notes = []
-        if self.data != HUB_DATA:
-            notes.append(f"data: {Path(self.data).name}")
-        if self.lora:
-            notes.append(f"LoRA r={self.lora_rank}")
-        if self.selection == "dev":
-            notes.append("selected on dev")
-        return self.name + (f" ({', '.join(notes)})" if notes else "")
+
+@dataclass(frozen=True)
+class GlueLoraOptions(LoraGroup):
+    """Low-rank adapters and their hyperparameters."""
+
+    lora_learning_rate: Annotated[float, Meta(gt=0)] = option(
+        3e-4, "Peak learning rate with --lora.", affects_results=False
+    )
+    lora_grid_values: GridValues = option(
+        default_factory=dict,
+        help="Grid of --grid with --lora, {hyperparameter: values}.",
+        affects_results=False,
+    )
+
+
+@dataclass(frozen=True)
+class GlueOptions:
+    """Options of `neobert glue`."""
+
+    model: ModelOptions
+    data: DataOptions
+    output: OutputOptions = OutputOptions()
+    selection: SelectionOptions = SelectionOptions()
+    optimization: OptimizationOptions = OptimizationOptions()
+    lora: GlueLoraOptions = GlueLoraOptions()
+    trainer: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def preset_name(self) -> str:
-        """The chosen preset, or the default one."""
-        return self.preset or DEFAULT_PRESET
+    def name(self) -> str:
+        """Name of the model in the table."""
+        return self.output.name or Path(os.path.abspath(self.model.model)).name
+
+    @property
+    def row(self) -> str:
+        """Row of the table: the name, and how its runs differ from others of this name."""
+        notes = []
+        if self.data.data != HUB_DATA:
+            notes.append(f"data: {Path(self.data.data).name}")
+        if self.lora.lora:
+            notes.append(f"LoRA r={self.lora.lora_rank}")
+        if self.selection.selection == "dev":
+            notes.append("selected on dev")
+        return self.name + (f" ({', '.join(notes)})" if notes else "")
 
     def uses_default_rate(self, hidden_size: int | None) -> bool:
         """Return whether the learning rate depends on the hidden size of the encoder.
@@ -165,73 +252,115 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
         The presets were tuned for a hidden size of 768. Their learning rates are not used for a
         smaller encoder, unless a preset was chosen explicitly.
         """
+        chosen = self.optimization
         is_small = hidden_size is not None and hidden_size < PRESET_HIDDEN_SIZE
-        is_chosen = self.preset is not None or self.learning_rate is not None
-        return is_small and not (is_chosen or self.lora or self.grid)
+        is_chosen = chosen.preset is not None or chosen.learning_rate is not None
+        return is_small and not (is_chosen or self.lora.lora or chosen.grid)
 
-    def combinations(self, task, hidden_size: int | None = None):
-        """Return the hyperparameters of `task`: one dictionary, or with --grid all combinations.
+    def combinations(self, task: Task, hidden_size: int | None = None) -> list[Hyperparameters]:
+        """Return the hyperparameters of a task: one combination, or with --grid all of them.
 
         Values from the command line replace those of the preset and the grid.
 
         Args:
             hidden_size: Hidden size of the encoder, or None if unknown.
+
+        Raises:
+            UserError: If the preset lacks a hyperparameter of the task.
         """
-        values = dict(self.presets[self.preset_name].get(task.name, {}))
-        if self.uses_default_rate(hidden_size):
+        chosen = self.optimization
+        preset = chosen.preset or DEFAULT_PRESET
+        values: dict[str, Any] = dict(chosen.presets[preset].get(task.name, {}))
+        if hidden_size is not None and self.uses_default_rate(hidden_size):
             from ..training.optimization import default_learning_rate
 
             values["learning_rate"] = default_learning_rate(hidden_size)
-        if self.lora:
-            values["learning_rate"] = self.lora_learning_rate
-        if self.grid:
-            values |= self.lora_grid_values if self.lora else self.grid_values
+        if self.lora.lora:
+            values["learning_rate"] = self.lora.lora_learning_rate
+        if chosen.grid:
+            values |= self.lora.lora_grid_values if self.lora.lora else chosen.grid_values
+
         axes = []
-        for key in HYPER_PARAMETERS:
-            value = values.get(key) if getattr(self, key) is None else getattr(self, key)
+        for name in (f.name for f in fields(Hyperparameters)):
+            value = getattr(chosen, name)
+            if value is None:
+                value = values.get(name)
             if value is None:
                 raise UserError(
-                    f"the preset {self.preset_name!r} has no {key} for {task.name}. Pass "
-                    f"--{key.replace('_', '-')}."
+                    f"the preset {preset!r} has no {name} for {task.name}. Pass "
+                    f"--{name.replace('_', '-')}."
                 )
             axes.append(value if isinstance(value, list) else [value])
-        return [dict(zip(HYPER_PARAMETERS, values)) for values in itertools.product(*axes)]
+        return [Hyperparameters(*values) for values in itertools.product(*axes)]
 
-    def settings(self, trainer, task, hyper, seed, **more):
-        """Everything that the numbers of one run depend on, machine and library versions apart.
 
-        Args:
-            trainer: options of transformers' Trainer.
-            hyper: one of `combinations`.
-            more: revision (of the weights) and rows, digests; start, the name of the MNLI run that
-                it starts from, or None.
-        """
-        own = {name: v for name, v in run_settings(self).items() if not name.startswith("lora")}
+@dataclass(frozen=True)
+class GlueRun:
+    """One fine-tuning run of a task.
+
+    Attributes:
+        options: Options of the command.
+        task: Task of the run.
+        hyperparameters: One of the combinations of the options.
+        seed: Random seed.
+        revision: Digest of the model's weights.
+        rows: Digest of the task's rows.
+        start: Name of the MNLI run that the run starts from, or None.
+    """
+
+    options: GlueOptions
+    task: Task
+    hyperparameters: Hyperparameters
+    seed: int
+    revision: str | None = None
+    rows: str | None = None
+    start: str | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the run's results depend on, except machine and library versions."""
+        values = identity(self.options)
+        for name in (f.name for f in fields(LoraGroup)):
+            del values[name]
         return {
-            **own,
-            **hyper,
-            "task": task.name,
-            "seed": seed,
-            "lora": self.lora_settings(),
-            "trainer": number_options(trainer),
-            **more,
+            **values,
+            **asdict(self.hyperparameters),
+            "task": self.task.name,
+            "seed": self.seed,
+            "lora": self.options.lora.settings(),
+            "trainer": number_options(self.options.trainer),
+            "revision": self.revision,
+            "rows": self.rows,
+            "start": self.start,
         }
 
+    @property
+    def folder(self) -> Path:
+        """Directory of the run: OUTPUT/name/task/hyperparameters and a digest of the settings."""
+        settings: Mapping[str, Any] = self.settings
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        chosen = self.hyperparameters
+        parts = [
+            f"bs{chosen.batch_size}",
+            f"lr{chosen.learning_rate:g}",
+            f"wd{chosen.weight_decay:g}",
+        ]
+        if self.options.lora.lora:
+            parts.append(f"lora{self.options.lora.lora_rank}")
+        parts += [f"seed{self.seed}", digest]
 
-class GlueOptions(Options):
-    """Reads the protocol of recipes/glue.yaml before what is given."""
-
-    def read(self, argv):
-        return super().read([str(RECIPE), *argv])
+        row = Path(self.options.output.output) / re.sub(r"[^\w.-]+", "-", self.options.name)
+        return row / self.task.name / "_".join(parts)
 
 
 OPTIONS = {
-    "glue": GlueOptions(
+    "glue": OptionParser(
         "neobert glue",
-        "The paper's GLUE protocol for any encoder, full or LoRA, with several seeds, and its "
-        "table.",
-        (GlueArguments,),
+        "Fine-tune an encoder on GLUE with the protocol of the paper, in full or with LoRA, with "
+        "several seeds, and write a table of the scores.",
+        GlueOptions,
         "neobert glue --task rte --model chandar-lab/NeoBERT",
-        {},
+        trainer_defaults={},
+        default_recipes=(RECIPE,),
     )
 }

@@ -1,14 +1,22 @@
-"""The eight GLUE tasks of the paper's Table 3: their data schema, their rows, their metrics."""
+"""The eight GLUE tasks of the paper's Table 3: columns, rows and metrics."""
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from ..common.errors import UserError, one_line
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Columns of every split, {split: {column: values}}.
+Splits = dict[str, dict[str, list]]
 
 
 @dataclass(frozen=True)
@@ -16,25 +24,26 @@ class Task:
     """One GLUE task.
 
     Attributes:
-        title: column of Table 3.
-        texts: columns with the text, or the pair of texts.
-        labels: label names in the order of their numbers; empty for regression.
-        metrics: names of the metrics; the task's score is their mean.
-        validation: dev splits; the metrics of several splits are averaged (MNLI: matched and
-            mismatched).
-        from_mnli: fine-tuned from the best MNLI checkpoint (the protocol of the paper).
+        name: Name in `--task`.
+        title: Column of Table 3.
+        texts: Columns with the text, or the pair of texts.
+        labels: Label names in the order of their numbers; empty for regression.
+        metrics: Names of the metrics. The score of the task is their mean.
+        validation: Dev splits. Metrics are averaged over splits (MNLI: matched and mismatched).
+        from_mnli: Whether the paper starts the task from the best MNLI checkpoint.
     """
 
     name: str
     title: str
-    texts: tuple
-    labels: tuple
-    metrics: tuple
-    validation: tuple = ("validation",)
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    validation: tuple[str, ...] = ("validation",)
     from_mnli: bool = False
 
     @property
-    def regression(self):
+    def regression(self) -> bool:
+        """Whether labels are floats."""
         return not self.labels
 
     @property
@@ -85,24 +94,22 @@ TASKS = {
 HUB_DATA = "nyu-mll/glue"
 
 
-def parse_tasks(names):
-    """Tasks of a comma-separated list, or all eight for "all", in the order of TASKS.
+def parse_tasks(names: str) -> list[Task]:
+    """Return the tasks of a comma-separated list, or all eight for "all", in the order of TASKS.
 
     Raises:
-        UserError: a name that is not a task here.
+        UserError: If a name is unknown.
     """
     wanted = [name.strip() for name in names.split(",")]
     if wanted == ["all"]:
         return list(TASKS.values())
     for name in wanted:
         if name not in TASKS:
-            raise UserError(
-                f"there is no GLUE task {name!r}; choose all, or from {', '.join(TASKS)}"
-            )
+            raise UserError(f"`task` must be all or some of {', '.join(TASKS)}, got {name!r}.")
     return [task for name, task in TASKS.items() if name in wanted]
 
 
-def predicted_labels(task, logits):
+def predicted_labels(task: Task, logits: "np.ndarray") -> "np.ndarray":
     """Return the predicted classes, or the predicted values of a regression.
 
     Args:
@@ -111,7 +118,7 @@ def predicted_labels(task, logits):
     return logits[:, 0] if task.regression else logits.argmax(axis=-1)
 
 
-def scores(task, predictions, labels):
+def scores(task: Task, predictions: "np.ndarray", labels: "np.ndarray") -> dict[str, float]:
     """Return the metrics of one split, and their mean as "score".
 
     Args:
@@ -128,44 +135,48 @@ def scores(task, predictions, labels):
 # data
 
 
-def load_task(task, source):
-    """Train and dev splits as lists of columns, every row checked.
+def load_task(task: Task, source: str) -> Splits:
+    """Load the train and dev splits of a task and check every row.
 
     Args:
-        source: a local folder, or its URL, with `<task>/<split>.jsonl` (or .csv, .tsv, .parquet,
-            also sharded as `<split>-00000-of-00001.parquet`) in nyu-mll/glue's columns; else the
-            name of such a data set on the Hub.
+        source: Directory, or its URL, with `<task>/<split>.jsonl` (or .csv, .tsv, .parquet, also
+            sharded as `<split>-00000-of-00001.parquet`) in the columns of nyu-mll/glue, or the name
+            of such a dataset on the Hub.
+
     Returns:
-        {split: {column: list}} with the text columns and "label".
+        The text columns and "label" of every split.
+
     Raises:
-        UserError: no such folder or data set, a split in two formats, a row without a text, a
-            label out of range.
+        UserError: If the source does not exist, a split has two formats or no rows, a row lacks a
+            text, or a label is out of range.
     """
     rows = _local_rows if Path(source).is_dir() or "://" in source else _hub_rows
-    splits = {}
+    splits: Splits = {}
     for split in ("train", *task.validation):
-        columns = splits[split] = {name: [] for name in (*task.texts, "label")}
-        for place, row in rows(source, task, split, list(columns)):
+        columns: dict[str, list] = {name: [] for name in (*task.texts, "label")}
+        splits[split] = columns
+        for position, row in rows(source, task, split, list(columns)):
             for name in task.texts:
                 columns[name].append(row[name])
-            columns["label"].append(_label(task, place, row["label"]))
+            columns["label"].append(_label(task, position, row["label"]))
         if not columns["label"]:
-            raise UserError(f"{source}/{task.name}/{split} has no rows")
+            raise UserError(f"{source}/{task.name}/{split} has no rows.")
     return splits
 
 
-def rows_digest(splits):
-    """Twelve hex digits that change when a row of `load_task`'s splits does."""
-    parts = (
-        json.dumps([split, name, values])
-        for split, columns in splits.items()
-        for name, values in columns.items()
-    )
+def rows_digest(splits: Splits) -> str:
+    """Return a digest of 12 hexadecimal digits of the rows of `load_task`."""
+    parts = []
+    for split, columns in splits.items():
+        for name, values in columns.items():
+            parts.append(json.dumps([split, name, values]))
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
-def _local_rows(source, task, split, columns):
-    """(place, row) of one split of a local folder."""
+def _local_rows(
+    source: str, task: Task, split: str, columns: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield position and content of the rows of one split of a directory."""
     from ..common.data import files, numbered_rows
 
     for file in files(f"{source}/{task.name}/{split}[.-]*"):
@@ -173,28 +184,35 @@ def _local_rows(source, task, split, columns):
             yield f"{file.url}, row {number + 1:,}", row
 
 
-def _hub_rows(name, task, split, columns):
+def _hub_rows(
+    name: str, task: Task, split: str, columns: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield position and content of the rows of one split of a dataset on the Hub."""
     from datasets import load_dataset
 
     try:
         data = load_dataset(name, task.name, split=split).select_columns(columns)
-    # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
+    # datasets raises many types of errors where data is missing.
     except Exception as error:
         raise UserError(
-            f"{name!r} is not a local folder, and task {task.name} was not loaded from the Hub: "
-            f"{one_line(error)}"
+            f"{name!r} is not a directory, and task {task.name} could not be loaded from the Hub: "
+            f"{one_line(error)}."
         ) from error
-    for number, row in enumerate(data, 1):
+    for number, row in enumerate(data, start=1):
         yield f"{name}/{task.name}/{split}, row {number:,}", row
 
 
-def _label(task, place, label):
-    """A class number, or a float for regression."""
-    kind, most = (float, 5) if task.regression else (int, len(task.labels) - 1)
+def _label(task: Task, position: str, label: Any) -> int | float:
+    """Return a class number, or a float for regression."""
+    label_type: type = float if task.regression else int
+    highest = 5 if task.regression else len(task.labels) - 1
     try:
-        return msgspec.convert(label, Annotated[kind, msgspec.Meta(ge=0, le=most)], strict=False)
+        return msgspec.convert(
+            label, Annotated[label_type, msgspec.Meta(ge=0, le=highest)], strict=False
+        )
     except msgspec.ValidationError:
         names = f" ({', '.join(task.labels)})" if task.labels else ""
         raise UserError(
-            f"{place}: label {label!r:.80} is out of range; {task.name} takes 0 to {most}{names}"
+            f"{position}: the label of {task.name} must be from 0 to {highest}{names}, got "
+            f"{label!r:.80}."
         ) from None

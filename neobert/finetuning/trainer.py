@@ -1,9 +1,10 @@
-"""One fine-tuning run of the GLUE protocol (paper, section 4.2): Trainer, best weights, result."""
+"""One fine-tuning run of the GLUE protocol (paper, section 4.2): training, best weights, result."""
 
 import math
-import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,54 +14,92 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import EvalPrediction
 
 from ..common.errors import UserError
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
 from ..common.measures import PeakMemory
-from ..common.results import environment
-from ..training import checkpoints
+from ..common.output import Output
+from ..training.checkpoints import RunTrainer
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..training.optimization import decay_parameter_names
 from ..training.options import check_trainer_options, training_arguments
+from ..training.run import run_once
 from ..training.run_report import RunReport
+from .baselines import BaselineResult
 from .data import evaluation_metrics, prepare, score_and_error
 from .model import load_classifier
-from .tasks import TASKS, Task, predicted_labels
+from .options import GlueRun, Hyperparameters
+from .tasks import Splits, Task, predicted_labels
 
 
-def process_state():
-    """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's
-    processes would not find each other."""
+def process_state() -> PartialState:
+    """Return the processes of the run as accelerate sees them.
+
+    Without an accelerator, accelerate must be told to use the CPU; otherwise the processes of
+    torchrun would not find each other.
+    """
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def check_sizes(task, combinations, trainer):
-    """Raises UserError when the processes cannot share a batch of one of the combinations of
-    hyper-parameters."""
+def check_sizes(task: Task, combinations: list[Hyperparameters], trainer: dict[str, Any]) -> None:
+    """Check that the processes can share a batch of every combination of hyperparameters.
+
+    Args:
+        trainer: Options of Trainer.
+
+    Raises:
+        UserError: If a batch size is not divisible, or an option of Trainer is out of range.
+    """
     check_trainer_options(trainer)
     parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
-    for hyper in combinations:
-        if hyper["batch_size"] % parts:
+    for hyperparameters in combinations:
+        if hyperparameters.batch_size % parts:
             raise UserError(
-                f"the batch size of {task.name}, {hyper['batch_size']}, cannot be shared by "
-                f"processes x gradient_accumulation_steps = {parts}"
+                f"`batch_size` of {task.name} must be a multiple of processes x "
+                f"gradient_accumulation_steps = {parts}, got {hyperparameters.batch_size}."
             )
 
 
-class GlueTrainer(checkpoints.RunTrainer, Trainer):
-    """Weight decay on matrices alone: norms and biases, which are vectors in every encoder, have
-    none."""
+class GlueTrainer(RunTrainer, Trainer):
+    """Trainer of a GLUE run. Weight decay applies to matrices only.
 
-    def get_decay_parameter_names(self, model):
+    Attributes:
+        run: Definition of the run.
+        slices: Slice of every part of the evaluation rows.
+        new_head: Names of the head's parameters that the checkpoint lacks.
+        planned_steps: Number of steps without early stopping.
+        memory: Memory during training.
+    """
+
+    run: GlueRun
+    slices: dict[str, slice]
+    new_head: list[str]
+    planned_steps: int
+    memory: PeakMemory
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train`, and measure the memory."""
+        with PeakMemory() as self.memory:
+            return super().train(*args, **kwargs)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """Return the matrices; norms and biases are vectors in every encoder."""
         return decay_parameter_names(model)
 
-    def _determine_best_metric(self, metrics, trial):
-        """transformers 4 and 5.0 note the best step for the strategies "steps" and "epoch"
-        alone."""
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Record the best step.
+
+        transformers 4 and 5.0 record the step for the strategies "steps" and "epoch" only.
+        """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best:
             self.state.best_global_step = self.state.global_step
@@ -71,34 +110,42 @@ class GlueTrainer(checkpoints.RunTrainer, Trainer):
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
-    """So that the final weights are measured, whatever the interval."""
+    """Callback that evaluates the final weights, whatever the interval."""
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
 
 
-def trainer_arguments(settings, given, folder, rows):
-    """TrainingArguments of one run, and its steps.
+def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingArguments, int]:
+    """Return the TrainingArguments of a run, and its number of steps.
 
     Args:
-        settings: from `GlueArguments.settings`.
-        given: {option of Trainer: value} of the user.
-        folder: of the checkpoints.
-        rows: of the training set.
+        folder: Directory of the checkpoints.
+        rows: Number of training rows.
     """
-    batches = math.ceil(rows / settings["batch_size"])
-    steps = math.ceil(batches * given["num_train_epochs"])
-    # min(500, batches // 10) in the paper's appendix on GLUE
-    part_of_epoch = batches // settings["evaluations_per_epoch"]
-    interval = max(1, min(settings["max_eval_interval"], part_of_epoch))
-    parts = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
+    chosen = run.hyperparameters
+    trainer = run.options.trainer
+    selection = run.options.selection
+    batches = math.ceil(rows / chosen.batch_size)
+    steps = math.ceil(batches * trainer["num_train_epochs"])
+    # The appendix of the paper evaluates every min(500, batches // 10) steps.
+    part_of_epoch = batches // selection.evaluations_per_epoch
+    interval = max(1, min(selection.max_eval_interval, part_of_epoch))
+    parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
+
     fixed = {
-        "per_device_train_batch_size": settings["batch_size"] // parts,
-        "learning_rate": settings["learning_rate"],
-        "weight_decay": settings["weight_decay"],
-        "warmup_steps": math.ceil(settings["warmup_ratio"] * steps),
-        "seed": settings["seed"],
+        "per_device_train_batch_size": chosen.batch_size // parts,
+        "learning_rate": chosen.learning_rate,
+        "weight_decay": chosen.weight_decay,
+        "warmup_steps": math.ceil(run.options.optimization.warmup_ratio * steps),
+        "seed": run.seed,
         "eval_strategy": "steps",
         "eval_steps": interval,
         "save_strategy": "best",
@@ -109,137 +156,177 @@ def trainer_arguments(settings, given, folder, rows):
         "remove_unused_columns": False,
         "save_only_model": False,
         "ignore_data_skip": False,
-        "restore_callback_states_from_checkpoint": True,  # how long the early stopping has waited
+        # The state of the early stopping is how many evaluations were without progress.
+        "restore_callback_states_from_checkpoint": True,
     }
-    given = {
+    options = {
         "save_total_limit": 1,
         "logging_steps": interval,
         "dataloader_pin_memory": torch.cuda.is_available(),
-        **given,
+        **trainer,
     }
-    return training_arguments(folder, given, fixed), steps
+    return training_arguments(folder, options, fixed), steps
 
 
 def fine_tune(
-    output, settings, splits, model_name, tokenizer, options, given, best_score, baselines
-):
-    """Runs one fine-tuning, or continues it, and writes result.json last.
+    run: GlueRun,
+    model: str,
+    splits: Splits,
+    tokenizer: PreTrainedTokenizerBase,
+    best_score: float,
+    baselines: Callable[[], list[BaselineResult]],
+) -> dict[str, Any]:
+    """Fine-tune a model, unless the run has finished before.
+
+    The run's directory gets result.json, with LoRA adapter/, and best/ if its weights are saved:
+    model and tokenizer, with the adapter merged.
 
     Args:
-        output: `Output` of the run; gets result.json, with LoRA adapter/, and, if its weights are
-            kept, best/ (model and tokenizer, merged if LoRA).
-        settings: from `GlueArguments.settings`.
-        splits: from `glue_tasks.load_task`.
-        model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is
-            used).
-        tokenizer: the model's.
-        options: GlueArguments, for what does not change the numbers (name, trust).
-        given: {option of Trainer: value}.
-        best_score: the weights are kept if what selects them scores above this.
-        baselines: Function that returns the `BaselineResult`s of the task.
+        model: Directory or Hub name of the model to start from, for example an MNLI checkpoint.
+        splits: Rows from `load_task`.
+        best_score: Highest selection score of the task's finished runs. Weights are saved if the
+            run is better.
+        baselines: Function that returns the baselines of the task.
+
     Returns:
-        the result as written.
+        The content of result.json.
+
     Raises:
-        Stopped: SIGTERM came; there is no result.json.
+        Stopped: If SIGTERM was received. There is no result.json then.
     """
-    task = TASKS[settings["task"]]
-    set_seed(settings["seed"])
+    checkpoint_folder = run.folder / "checkpoints"
+
+    def build() -> GlueTrainer:
+        return build_trainer(run, model, splits, tokenizer, checkpoint_folder)
+
+    def save(trainer: GlueTrainer, folder: Path) -> dict[str, Any]:
+        result = summarize(trainer)
+        if trainer.is_world_process_zero():
+            result["baselines"] = [asdict(baseline) for baseline in baselines()]
+            keeps_all = run.options.output.keep_models == "all"
+            is_better = result["selected"]["score"] > best_score
+            result |= save_model(trainer, tokenizer, folder, keep=keeps_all or is_better)
+        return result
+
+    output = Output(run.folder, "glue", run.settings)
+    return run_once(output, build, save, checkpoint_folder=checkpoint_folder)
+
+
+def build_trainer(
+    run: GlueRun,
+    model_name: str,
+    splits: Splits,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint_folder: Path,
+) -> GlueTrainer:
+    """Load the model, with an adapter for LoRA, tokenize the rows, and return the trainer."""
+    options = run.options
+    set_seed(run.seed)
     model, new_head = load_classifier(
         model_name,
-        task,
-        settings["head_dropout"],
-        options.trust_remote_code,
-        settings["classifier_pooling"],
+        run.task,
+        head_dropout=options.model.head_dropout,
+        trust_remote_code=options.model.trust_remote_code,
+        pooling=options.model.classifier_pooling,
     )
     check_vocabulary(tokenizer, model, model_name)
     limit = text_limit(model, tokenizer)
-    if settings["lora"]:
+
+    lora = options.lora.settings()
+    if lora:
         from peft import get_peft_model
 
         heads = head_modules(model, new_head)
-        config = lora_config(model, **settings["lora"], task_type="SEQ_CLS", modules_to_save=heads)
+        config = lora_config(model, **lora, task_type="SEQ_CLS", modules_to_save=heads)
         model = get_peft_model(model, config)
-    trained, total = trainable_parameters(model)
-    train, evaluation, slices = prepare(task, splits, tokenizer, settings, limit)
-    folder = output.folder / "checkpoints"
-    arguments, steps = trainer_arguments(settings, given, folder, len(train))
 
-    def compute_metrics(output):
-        logits = output.predictions
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        return evaluation_metrics(task, logits, output.label_ids, slices)
+    max_length = min(options.data.max_length, limit or options.data.max_length)
+    train, evaluation, slices = prepare(run.task, splits, tokenizer, options.selection, max_length)
+    args, steps = trainer_arguments(run, checkpoint_folder, len(train))
 
-    with checkpoints.claim(output):
-        trainer = GlueTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            data_collator=DataCollatorWithPadding(tokenizer),
-            compute_metrics=compute_metrics,
-            callbacks=[
-                EarlyStoppingCallback(settings["patience"]),
-                _EvaluateAtTheEnd(),
-                RunReport(),
-            ],
-        )
-        with PeakMemory() as memory:
-            checkpoints.train(trainer)
-        error, classes = _dev_statistics(trainer, task, evaluation, slices)
-        others = ("runtime", "samples_per_second", "steps_per_second", "loss")
-        left_out = {f"eval_{name}" for name in others}
-        history = [
-            {k.removeprefix("eval_"): v for k, v in record.items() if k not in left_out}
-            for record in trainer.state.log_history
-            if "eval_score" in record
-        ]
-        best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
-        prefixes = ("dev_", *(f"{split}_" for split in task.validation))
-        rows = {name: part.stop - part.start for name, part in slices.items()}
-        dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
-        result = {
-            "kind": "glue run",
-            "task": task.name,
-            "name": options.name,
-            "row": options.row,
-            "model": str(options.model),
-            "data": str(options.data),
-            "starts_from": settings["start"] or "the model",
-            "new_head": new_head,
-            "score": best["dev_score"],
-            "standard_error": error,
-            "predicted_classes": classes,
-            "metrics": {name: v for name, v in best.items() if name.startswith(prefixes)},
-            "selected": {
-                "by": "held-out training rows" if "heldout" in slices else "dev",
-                "score": best["score"],
-                "step": best["step"],
-            },
-            "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
-            "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-            "rows": {"train": len(train), **rows},
-            "evaluation_interval": arguments.eval_steps,
-            "planned_steps": steps,
-            "stopped_early": trainer.state.global_step < steps,
-            "evaluations": history,
-            "parameters": {"trained": trained, "all": total},
-            **checkpoints.spent(trainer),
-            "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
-            "memory_before_mib": memory.before and round(memory.before / 2**20),
-            "environment": environment(
-                dtype=dtype if dtype == "float32" else f"{dtype} autocast",
-                processes=process_state().num_processes,
-            ),
-        }
-        if trainer.is_world_process_zero():
-            result["baselines"] = [asdict(baseline) for baseline in baselines()]
-            with output.final_files() as final:
-                keep = options.keep_models == "all" or best["score"] > best_score
-                result |= _save(trainer, tokenizer, evaluation, final, settings, options, keep)
-            output.finish(**result)
-            shutil.rmtree(folder, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()
-    return result
+    def compute_metrics(output: EvalPrediction) -> dict[str, float]:
+        return evaluation_metrics(run.task, _logits(output), output.label_ids, slices)
+
+    trainer = GlueTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=compute_metrics,
+        callbacks=[
+            EarlyStoppingCallback(options.selection.patience),
+            _EvaluateAtTheEnd(),
+            RunReport(),
+        ],
+    )
+    trainer.run = run
+    trainer.slices = slices
+    trainer.new_head = new_head
+    trainer.planned_steps = steps
+    return trainer
+
+
+def summarize(trainer: GlueTrainer) -> dict[str, Any]:
+    """Return the result of a trained run: scores, evaluations, sizes and memory.
+
+    All processes must call this function, because they share the prediction of the dev rows.
+    """
+    run = trainer.run
+    task = run.task
+    standard_error, classes = _dev_statistics(trainer, task, trainer.eval_dataset, trainer.slices)
+
+    removed = {f"eval_{name}" for name in _TIMES}
+    history = []
+    for record in trainer.state.log_history:
+        if "eval_score" in record:
+            names = [name for name in record if name not in removed]
+            history.append({name.removeprefix("eval_"): record[name] for name in names})
+    best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
+
+    trained, total = trainable_parameters(trainer.model)
+    rows = {name: part.stop - part.start for name, part in trainer.slices.items()}
+    prefixes = ("dev_", *(f"{split}_" for split in task.validation))
+    memory = trainer.memory
+    return {
+        "kind": "glue run",
+        "task": task.name,
+        "name": run.options.name,
+        "row": run.options.row,
+        "model": run.options.model.model,
+        "data": run.options.data.data,
+        "starts_from": run.start or "the model",
+        "new_head": trainer.new_head,
+        "score": best["dev_score"],
+        "standard_error": standard_error,
+        "predicted_classes": classes,
+        "metrics": {name: value for name, value in best.items() if name.startswith(prefixes)},
+        "selected": {
+            "by": "held-out training rows" if "heldout" in trainer.slices else "dev",
+            "score": best["score"],
+            "step": best["step"],
+        },
+        "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
+        "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
+        "rows": {"train": len(trainer.train_dataset), **rows},
+        "evaluation_interval": trainer.args.eval_steps,
+        "planned_steps": trainer.planned_steps,
+        "stopped_early": trainer.state.global_step < trainer.planned_steps,
+        "evaluations": history,
+        "parameters": {"trained": trained, "all": total},
+        "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
+        "memory_before_mib": memory.before and round(memory.before / 2**20),
+    }
+
+
+# Values of an evaluation that the result leaves out.
+_TIMES = ("runtime", "samples_per_second", "steps_per_second", "loss")
+
+
+def _logits(output: Any) -> np.ndarray:
+    """Return the logits of a prediction; some models return other outputs beside them."""
+    predictions = output.predictions
+    return predictions[0] if isinstance(predictions, tuple) else predictions
 
 
 def _dev_statistics(
@@ -253,9 +340,7 @@ def _dev_statistics(
     """
     trainer.compute_metrics = None
     output = trainer.predict(evaluation)
-    logits = output.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits
-    predictions = predicted_labels(task, logits)
+    predictions = predicted_labels(task, _logits(output))
 
     dev_predictions = {split: predictions[slices[split]] for split in task.validation}
     dev_labels = {split: output.label_ids[slices[split]] for split in task.validation}
@@ -265,23 +350,34 @@ def _dev_statistics(
     return error, len(np.unique(np.concatenate([*dev_predictions.values()])))
 
 
-def _save(trainer, tokenizer, evaluation, folder, settings, options, keep):
-    """Writes the adapter and, with `keep`, the chosen weights, merged if LoRA; loads these again
-    and returns the largest difference of a logit as "reload_difference"."""
+def save_model(
+    trainer: GlueTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path, keep: bool
+) -> dict[str, float]:
+    """Save the adapter of LoRA and, with `keep`, the selected weights with the adapter merged.
+
+    Returns:
+        With `keep`, "reload_difference": the largest difference of a logit after the saved model
+        has been loaded again.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    batch = DataCollatorWithPadding(tokenizer)([*evaluation.select(range(min(8, len(evaluation))))])
+    first_rows = trainer.eval_dataset.select(range(min(8, len(trainer.eval_dataset))))
+    batch = DataCollatorWithPadding(tokenizer)([*first_rows])
     batch.pop("labels")
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()
-    if settings["lora"]:
+
+    if trainer.run.options.lora.lora:
         model = save_adapter_and_merge(model, folder / "adapter")
     if not keep:
         return {}
+
     model.save_pretrained(folder / "best")
     save_tokenizer(tokenizer, folder / "best")
-    again = AutoModelForSequenceClassification.from_pretrained(
-        folder / "best", dtype=torch.float32, trust_remote_code=options.trust_remote_code
+    saved = AutoModelForSequenceClassification.from_pretrained(
+        folder / "best",
+        dtype=torch.float32,
+        trust_remote_code=trainer.run.options.model.trust_remote_code,
     )
     with torch.no_grad():
-        after = again.eval()(**batch.to(again.device)).logits.float().cpu()
+        after = saved.eval()(**batch.to(saved.device)).logits.float().cpu()
     return {"reload_difference": (after - before).abs().max().item()}

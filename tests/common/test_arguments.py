@@ -158,8 +158,8 @@ def test_a_recipe_by_config(tmp_path):
 @pytest.mark.parametrize(
     "command, argument, words",
     [
-        ("glue", "--lr", "did you mean --learning-rate?"),
-        ("glue", "--batch_siz", "did you mean --batch-size?"),
+        ("glue", "--lr", "Did you mean --learning-rate?"),
+        ("glue", "--batch_siz", "Did you mean --batch-size?"),
         ("contrastive", "--epochs", "did you mean --num-train-epochs?"),
         ("distill", "--batch-size", "did you mean --per-device-train-batch-size?"),
         ("distill", "--resume", "'--resume'. Run the same command again to resume."),

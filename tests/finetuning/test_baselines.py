@@ -10,6 +10,7 @@ from helpers.glue_runs import make_world, run  # noqa: F401
 from neobert.finetuning import baselines
 from neobert.finetuning import command as glue
 from neobert.finetuning import data as glue_rows
+from neobert.finetuning.options import SelectionOptions
 from neobert.finetuning.tasks import TASKS
 
 
@@ -128,11 +129,11 @@ def test_error_of_two_splits():
 def test_baselines_of_a_task_use_the_rows_of_the_run():
     texts = {"sentence": TEXTS, "label": [int(label == "yes") for label in LABELS]}
     splits = {"train": texts, "validation": {"sentence": TEST_TEXTS, "label": [1, 0, 0, 0]}}
-    settings = {"selection": "heldout", "heldout_fraction": 0.5, "heldout_rows": 2000}
-    majority, tfidf = glue_rows.task_baselines(TASKS["sst2"], splits, settings)
+    selection = SelectionOptions(heldout_fraction=0.5)
+    majority, tfidf = glue_rows.task_baselines(TASKS["sst2"], splits, selection)
     assert (majority.train_rows, majority.value) == (30, 1 / 4)
     assert (tfidf.metric, tfidf.value) == ("accuracy", 3 / 4)
-    majority, _ = glue_rows.task_baselines(TASKS["sst2"], splits, {"selection": "dev"})
+    majority, _ = glue_rows.task_baselines(TASKS["sst2"], splits, SelectionOptions(selection="dev"))
     assert majority.train_rows == 60
 
 

@@ -1,7 +1,8 @@
-"""Pins the protocol of `neobert glue`: metrics by hand-worked numbers, the paper's hyper-parameters
-and evaluation interval, early stopping on the mean, no decay on norms."""
+"""Tests of the protocol of `neobert glue`: metrics by hand-worked numbers, the hyperparameters and
+the evaluation interval of the paper, and early stopping on the mean."""
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from neobert.finetuning import data as glue_rows
 from neobert.finetuning import model as glue_model
 from neobert.finetuning import tasks as glue_tasks
 from neobert.finetuning import trainer as glue_run
-from neobert.finetuning.options import OPTIONS
+from neobert.finetuning.options import OPTIONS, GlueRun, Hyperparameters, SelectionOptions
 from neobert.finetuning.tasks import TASKS
 
 
@@ -82,33 +83,37 @@ def test_hyper_parameters_are_the_papers():
         "sst2": ((32, 8e-6, 1e-2), (16, 1e-5, 1e-5)),
         "stsb": ((32, 2e-5, 1e-5), (8, 1e-5, 1e-2)),
     }
-    given = ["--task", "all", "--model", "m"]
+    argv = ["--task", "all", "--model", "m"]
 
     def combinations(task, *more):
-        return OPTIONS["glue"].read([*given, *more])[0].combinations(TASKS[task])
+        return OPTIONS["glue"].read([*argv, *more]).combinations(TASKS[task])
 
     for task, rows in paper.items():
         for preset, row in zip(("neobert-4096", "neobert-1024"), rows):
-            (found,) = combinations(task, "--preset", preset)
-            assert tuple(found.values()) == row, f"{preset}, {task}"
+            (chosen,) = combinations(task, "--preset", preset)
+            assert astuple(chosen) == row, f"{preset}, {task}"
     assert len(combinations("rte", "--grid")) == 5 * 6 * 2
     pinned = combinations("rte", "--grid", "--weight-decay", "0")
-    assert len(pinned) == 30 and {found["weight_decay"] for found in pinned} == {0}
-    arguments, trainer = OPTIONS["glue"].read(given)
-    assert (arguments.patience, arguments.warmup_ratio, arguments.head_dropout) == (15, 0.06, 0.1)
-    assert (trainer["num_train_epochs"], trainer["lr_scheduler_type"]) == (10, "linear")
-    assert (arguments.max_eval_interval, arguments.seeds) == (500, [1, 2, 3])
-    assert combinations("rte", "--lora")[0]["learning_rate"] == 3e-4, "LoRA has its own"
+    assert len(pinned) == 30 and {chosen.weight_decay for chosen in pinned} == {0}
+    assert {chosen.learning_rate for chosen in pinned} == {5e-6, 6e-6, 8e-6, 1e-5, 2e-5, 3e-5}
+    assert {chosen.batch_size for chosen in pinned} == {2, 4, 8, 16, 32}
+    options = OPTIONS["glue"].read(argv)
+    assert (options.selection.patience, options.selection.max_eval_interval) == (15, 500)
+    assert (options.optimization.warmup_ratio, options.model.head_dropout) == (0.06, 0.1)
+    assert options.optimization.seeds == [1, 2, 3]
+    assert options.trainer["num_train_epochs"] == 10
+    assert options.trainer["lr_scheduler_type"] == "linear"
+    assert combinations("rte", "--lora")[0].learning_rate == 3e-4, "LoRA has its own"
 
 
 def test_the_learning_rate_depends_on_the_hidden_size():
     """Presets are for a hidden size of 768. Smaller encoders get 2e-5 * (768 / hidden size)^5."""
 
     def rate(hidden_size, *more):
-        arguments, _ = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *more])
-        (hyper,) = arguments.combinations(TASKS["sst2"], hidden_size)
-        assert (hyper["batch_size"], hyper["weight_decay"]) in ((32, 1e-2), (16, 1e-5))
-        return hyper["learning_rate"]
+        options = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *more])
+        (chosen,) = options.combinations(TASKS["sst2"], hidden_size)
+        assert (chosen.batch_size, chosen.weight_decay) in ((32, 1e-2), (16, 1e-5))
+        return chosen.learning_rate
 
     assert rate(384) == pytest.approx(6.4e-4)
     assert rate(192) == 1e-3
@@ -161,19 +166,38 @@ def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
     assert result["best_of_all_evaluations"] == 0.9, "what the published protocol would report"
 
 
-def settings_of(*more):
-    arguments, trainer = OPTIONS["glue"].read(
-        ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *more]
+def make_run(*more):
+    argv = ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *more]
+    hyperparameters = Hyperparameters(batch_size=32, learning_rate=1e-3, weight_decay=0.0)
+    return GlueRun(OPTIONS["glue"].read(argv), TASKS["sst2"], hyperparameters, seed=1)
+
+
+def test_a_run_is_identified_by_what_its_results_depend_on():
+    """The directory's name ends with a digest of the settings, which keeps finished runs found."""
+    run = make_run()
+    assert run.folder.as_posix().startswith("runs/glue/m/sst2/bs32_lr0.001_wd0_seed1_")
+    for same in (("--output", "runs/glue"), ("--seeds", "7"), ("--data", "x"), ("--start", "none")):
+        assert make_run(*same).settings == run.settings, same
+    for other in (("--head-dropout", "0"), ("--patience", "3"), ("--lora",), ("--optim", "sgd")):
+        assert make_run(*other).folder != run.folder, other
+    assert make_run("--lora", "--lora-rank", "4").folder.name.startswith(
+        "bs32_lr0.001_wd0_lora4_seed1_"
     )
-    hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
-    return arguments.settings(trainer, TASKS["sst2"], hyper, 1), trainer
+    assert run.settings["lora"] is None and "lora_rank" not in run.settings
+    assert set(run.settings) == {
+        *("max_length", "selection", "heldout_fraction", "heldout_rows", "patience"),
+        *("max_eval_interval", "evaluations_per_epoch", "batch_size", "learning_rate"),
+        *("weight_decay", "warmup_ratio", "classifier_pooling", "head_dropout", "task", "seed"),
+        *("lora", "trainer", "revision", "rows", "start"),
+    }
 
 
 def test_held_out_rows_are_not_trained_on(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
-    settings, _ = settings_of()
-    train, evaluation, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    train, evaluation, slices = glue_rows.prepare(
+        TASKS["sst2"], splits, tokenizer, SelectionOptions(), 64
+    )
     # 160 rows: 144 and a tenth, then 40 of dev.
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)})
     kept, held_out = glue_rows.split_heldout(160, 0.1, 2000)
@@ -197,9 +221,7 @@ def test_held_out_rows_are_a_sample():
 )
 def test_evaluation_interval(tmp_path, batches, steps):
     def interval(*more):
-        settings, trainer = settings_of(*more)
-        rows = batches * settings["batch_size"]
-        return glue_run.trainer_arguments(settings, trainer, tmp_path, rows)[0].eval_steps
+        return glue_run.trainer_arguments(make_run(*more), tmp_path, batches * 32)[0].eval_steps
 
     assert interval() == steps
     assert interval("--evaluations-per-epoch", "2") == min(500, batches // 2)
@@ -208,6 +230,5 @@ def test_evaluation_interval(tmp_path, batches, steps):
 def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
     """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are
     7.68."""
-    settings, trainer = settings_of()
-    training, steps = glue_run.trainer_arguments(settings, trainer, tmp_path, 1000)
+    training, steps = glue_run.trainer_arguments(make_run(), tmp_path, 1000)
     assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)

@@ -29,10 +29,8 @@ WORDS = "river stone music paper table winter cold water hard rock sweet sound".
 
 @pytest.fixture(scope="module")
 def folder(world):
-    """The world with pairs, and the package for the processes. Of 160 rows a tenth is held out: 9
-    whole batches of 16, so that no process repeats rows to fill the last one."""
-    (world / "path").mkdir()
-    (world / "path" / "neobert").symlink_to(ROOT)
+    """The world with pairs. Of 160 rows a tenth is held out: 9 whole batches of 16, so that no
+    process repeats rows to fill the last one."""
     # Three rows share a positive: a batch of 8, of one process or of two, must not hold two of
     # them.
     rows = [
@@ -51,7 +49,7 @@ def both_ways(folder, name, arguments, single, double):
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(folder / "path")
+    environment["PYTHONPATH"] = str(ROOT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     run = subprocess.run(
         [*launcher, "--master_port", port, "-m", "neobert", *arguments, *double, str(outputs[1])],

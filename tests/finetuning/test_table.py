@@ -74,8 +74,7 @@ def test_table_layout(tmp_path):
     ],
 )
 def test_runs_that_do_not_compare_are_rows_of_their_own(options, row):
-    arguments, _ = OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options])
-    assert arguments.row == row
+    assert OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options]).row == row
 
 
 def test_published_averages():
@@ -88,37 +87,39 @@ def test_published_averages():
 def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
     done = []
 
-    def fine_tune(output, settings, *others):
-        rate = settings["learning_rate"]
-        done.append((rate, settings["batch_size"], settings["seed"]))
+    def fine_tune(run, *others):
+        rate = run.hyperparameters.learning_rate
+        done.append((rate, run.hyperparameters.batch_size, run.seed))
         # Selection prefers 2e-5, the dev score prefers 1e-5.
         selected, score = (0.9, 0.5) if rate == 2e-5 else (0.4, 0.8)
         return {"score": score, "selected": {"score": selected}, "last": {"score": score}}
 
     monkeypatch.setattr(glue, "fine_tune", fine_tune)
-    arguments, trainer = OPTIONS["glue"].read(
+    options = OPTIONS["glue"].read(
         [
             *("--task", "sst2", "--model", "mine", "--output", str(tmp_path), "--grid"),
             *("--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"),
         ]
     )
-    results = glue.run_task(arguments, trainer, TASKS["sst2"], {}, None, "ours")
+    results = glue.run_task(
+        options, TASKS["sst2"], glue.Inputs(None, "ours", 768, splits={"sst2": {}})
+    )
     assert len(done) == 8, "six learning rates with the first seed, then both seeds of the best"
     assert done[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2
 
 
 def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
-    given = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
-    arguments, _ = OPTIONS["glue"].read(given)
+    argv = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
+    options = OPTIONS["glue"].read(argv)
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
         if seed == 1:
             # A run whose weights are gone is no start.
-            assert glue.choose_start(arguments, TASKS["rte"]) == (None, "m")
+            assert glue.choose_start(options, TASKS["rte"]) == (None, "m")
         (folder / "best").mkdir()
     fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
     best = tmp_path / "mine" / "mnli" / "2-1e-05"
-    assert glue.choose_start(arguments, TASKS["rte"]) == (best.name, str(best / "best"))
+    assert glue.choose_start(options, TASKS["rte"]) == (best.name, str(best / "best"))
 
 
 @pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
@@ -141,7 +142,7 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
     output, quick = tmp_path / "out", {"num_train_epochs": 0.2, "name": "mine"}
     run(world, output, **quick)
     assert "| mine (data: data) |" in (output / "table.md").read_text()
-    words = "is a run of other weights or rows under the name 'mine'; give another --name"
+    words = "is a run of other weights or rows under the name 'mine'. Choose another --name"
     with pytest.raises(UserError, match=words):
         run(world, output, **{**quick, "model": world / "bert"})
     for path in (world / "data" / "sst2").iterdir():

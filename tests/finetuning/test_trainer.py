@@ -1,4 +1,4 @@
-"""Pins runs of `neobert glue`: skipped when finished, started from MNLI, LoRA saved, merged and
+"""Tests of runs of `neobert glue`: skipped when finished, started from MNLI, LoRA saved, merged and
 reloaded. That an interrupted run ends as an uninterrupted one is in test_contract.py."""
 
 import json
