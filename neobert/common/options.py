@@ -40,7 +40,7 @@ from msgspec import Meta
 
 from .constants import RECIPES
 from .errors import UserError, listed
-from .files import read_brackets, read_yaml
+from .files import read_brackets, read_yaml, redacted
 
 
 logger = logging.getLogger("neobert.options")
@@ -107,8 +107,8 @@ def identity(options: Any) -> dict[str, Any]:
 
 
 def log_options(options: Any) -> None:
-    """Log the resolved options of a command, once at its start."""
-    text = ", ".join(f"{name}={value!r}" for name, value in flatten(options).items())
+    """Log the resolved options of a command, once at its start, without tokens and passwords."""
+    text = ", ".join(f"{name}={value!r}" for name, value in redacted(flatten(options)).items())
     logger.info("Options: %s", text)
 
 

@@ -192,3 +192,11 @@ def test_identity_leaves_out_what_does_not_affect_results():
     read = PARSER.read(["a.txt", "--compile"])
     assert "compile" in options.flatten(read) and "compile" not in options.identity(read)
     assert options.identity(read)["max_length"] == 512
+
+
+def test_logged_options_contain_no_secret(caplog):
+    caplog.set_level("INFO", "neobert.options")
+    argv = ["https://user:word@host/a.txt", "--hub-token", "hf_0123", "--seed", "7"]
+    options.log_options(TRAINING.read(argv))
+    assert "seed=7" in caplog.text and "hub_token=" in caplog.text
+    assert "hf_0123" not in caplog.text and "word" not in caplog.text
