@@ -1,39 +1,54 @@
-"""Runs of a transformers Trainer that go on after any interruption, with the bits of a run that was
-never interrupted.
+"""Checkpoints of transformers' Trainer: resume a run exactly, and stop on SIGTERM.
 
-    with claim(output):          # an `Output`: no second run works in its folder
-        train(trainer)           # from the newest checkpoint that can be read; Stopped on SIGTERM
+A resumed run ends with the same bits as a run that was never interrupted.
 
-Checkpoints are Trainer's own. `trainer_state.json` is the last file of each: `RunTrainer` sees to
-it that by then all processes have written theirs.
+    with claim(output):          # no other run uses the directory of this `Output`
+        train(trainer)           # from the newest readable checkpoint; Stopped on SIGTERM
+
+Checkpoints are written by Trainer. `trainer_state.json` is the last file of a checkpoint:
+`RunTrainer` waits until all processes have written their files.
 """
 
 import contextlib
 import ctypes
 import functools
 import json
+import logging
 import math
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import distributed
-from transformers import TrainerCallback
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..common.errors import Stopped, UserError, one_line
 from ..common.output import Output
 
 
+logger = logging.getLogger("neobert.training")
+
 ValueT = TypeVar("ValueT")
+
+# For mypy, `RunTrainer` is a Trainer. At run time it is a mixin for any of its subclasses.
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
 
 
 # ------------------------------------------------------------------------------------------------
@@ -108,56 +123,81 @@ def claim(output: Output) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------
-# checkpoints on the disk
+# checkpoint files
 
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
 
 
-def checkpoints(folder):
-    """{step: folder} of a run's checkpoints in order."""
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in Path(folder).glob("*/"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+def checkpoint_folder(args: TrainingArguments) -> Path:
+    """Return the directory that a Trainer writes its checkpoints to."""
+    if args.output_dir is None:
+        raise ValueError("`output_dir` must be set.")
+    return Path(args.output_dir)
 
 
-def check_checkpoint(checkpoint):
-    """Raises OSError or ValueError for a checkpoint that was not written to its end, or cannot be
-    read."""
+def checkpoints(folder: Path | str) -> dict[int, Path]:
+    """Return the checkpoints of a run in the order of their steps, {step: directory}."""
+    paths = {}
+    for path in Path(folder).glob("*/"):
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match:
+            paths[int(match[1])] = path
+    return dict(sorted(paths.items()))
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Check that a checkpoint is complete and readable.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is damaged or truncated.
+    """
     json.loads((checkpoint / _STATE).read_text())
     for path in checkpoint.rglob("*.safetensors"):
         try:
-            safe_open(path, "pt")  # its header tells the size of the file
+            safe_open(path, "pt")  # the header contains the size of the file
         except SafetensorError as error:
             raise ValueError(f"{path.name}: {one_line(error, 80)}") from None
     for path in (*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")):
         if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path.name} is cut off")
+            raise ValueError(f"{path.name} is truncated")
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
-        raise ValueError("it has no state of the optimizer")
+        raise ValueError("the state of the optimizer is missing")
 
 
-def newest_checkpoint(folder):
-    """(step, folder) of the newest checkpoint that can be read, or None; one line on stderr names
-    those that cannot."""
+def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
+    """Return the newest readable checkpoint and its step, or None.
+
+    One warning names newer checkpoints that cannot be read.
+    """
     damaged = []
-    newest = None
+    newest: tuple[int, Path] | None = None
     for step, path in reversed(checkpoints(folder).items()):
         try:
             check_checkpoint(path)
-            newest = step, path
-            break
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name} ({one_line(error, 80)})")
+        else:
+            newest = (step, path)
+            break
+
     if damaged:
-        start = f"going on from {newest[1].name}" if newest else "there is no other"
-        print(f"{folder}: cannot be read: {', '.join(damaged)}; {start}", file=sys.stderr)
+        logger.warning(
+            "warning: %s: cannot read %s. %s",
+            folder,
+            ", ".join(damaged),
+            f"Resuming from {newest[1].name}." if newest else "There is no other checkpoint.",
+        )
     return newest
 
 
-def _step_to_continue(folder):
-    """Step of the newest checkpoint that can be read, or None. Those after it, which the run makes
-    again, are removed."""
+def _step_to_resume(folder: Path | str) -> int | None:
+    """Return the step of the newest readable checkpoint, or None, and remove later checkpoints.
+
+    The run writes later checkpoints again.
+    """
     newest = newest_checkpoint(folder)
     step = newest[0] if newest else None
     for later, path in checkpoints(folder).items():
@@ -166,18 +206,25 @@ def _step_to_continue(folder):
     return step
 
 
-def remove_old(folder, limit, keep_every=0, best=None):
-    """Keeps the newest `limit` checkpoints (all if None), every `keep_every`-th step's and the best
-    one; removes the others."""
+def remove_old(
+    folder: Path | str, limit: int | None, keep_every: int = 0, best: int | None = None
+) -> None:
+    """Remove old checkpoints.
+
+    Args:
+        limit: Number of newest checkpoints to keep, None for all.
+        keep_every: Number of steps between two checkpoints that are kept; 0 for none.
+        best: Step of the best checkpoint, which is kept.
+    """
     saved = checkpoints(folder)
     for step in list(saved)[:-limit] if limit else []:
-        if not (keep_every and step % keep_every == 0) and step != best:
+        is_kept = bool(keep_every) and step % keep_every == 0
+        if not is_kept and step != best:
             shutil.rmtree(saved[step])
 
 
 def remove_checkpoints(folder: Path | str) -> None:
-    """Remove the checkpoint folder of a finished run, and keep its TensorBoard logs in `runs` next
-    to it."""
+    """Remove the checkpoints of a finished run. TensorBoard logs are moved to `runs` next to it."""
     folder = Path(folder)
     for log in sorted(folder.glob("runs/*")):
         target = folder.parent / "runs" / log.name
@@ -190,26 +237,30 @@ def remove_checkpoints(folder: Path | str) -> None:
 # training
 
 
-class RunTrainer:
-    """Mixin for Trainers: complete checkpoints, time that goes on counting, and a run that has
-    diverged ends.
+class RunTrainer(_Trainer):
+    """Mixin for Trainers: complete checkpoints, total training time, and an end on divergence.
 
-    Every record with a loss gets `seconds` and `cpu_seconds` of the training so far, those before
-    an interruption among them. Trainer's last record (`train_loss`, `train_runtime`, ...) is not
+    Every log record with a loss gets `seconds` and `cpu_seconds` of the training so far, including
+    the time before interruptions. Trainer's last record (`train_loss`, `train_runtime`, ...) is not
     logged, because its values cover the steps since the last resume only.
     """
 
-    _last_clock = None
+    _last_clock: tuple[float, float] | None = None
 
     def on_resume(self, checkpoint: Path) -> None:
         """Prepare to resume from a checkpoint. Called before training, in all processes."""
 
-    def _save_rng_state(self, output_dir):
+    def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         # trainer_state.json comes next: by then every process has written its files.
         self.accelerator.wait_for_everyone()
 
-    def log(self, logs, *args, **kwargs):
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log a record with the training time.
+
+        Raises:
+            UserError: If the loss is not finite.
+        """
         if "train_runtime" in logs:
             return
 
@@ -219,7 +270,8 @@ class RunTrainer:
             logs.update(self._clock())
         super().log(logs, *args, **kwargs)
 
-    def _clock(self):
+    def _clock(self) -> dict[str, float]:
+        """Return the training time so far, and restart the clock."""
         now = (time.perf_counter(), time.process_time())
         since = self._last_clock or now
         self._last_clock = now
@@ -229,136 +281,181 @@ class RunTrainer:
             "cpu_seconds": round(previous["cpu_seconds"] + now[1] - since[1], 2),
         }
 
-    def diverged(self, what):
-        """The UserError of a run whose numbers are no longer finite."""
+    def diverged(self, reason: str) -> UserError:
+        """Return the error for a run with values that are not finite."""
         return UserError(
-            f"the run has diverged: {what}; start again in another output with a learning_rate "
-            f"below {self.args.learning_rate:g}"
+            f"the run has diverged: {reason}. Start again in another output directory with a "
+            f"learning_rate below {self.args.learning_rate:g}."
         )
 
-    def save_model(self, output_dir=None, _internal_call=False):
-        # A process of FSDP or ZeRO-3 looks at its own part of the weights.
-        weights = (
-            getattr(parameter, "to_local", parameter.detach)()
-            for parameter in self.model.parameters()
-        )
-        if not all(torch.isfinite(weight).all() for weight in weights):
-            raise self.diverged(f"the weights after step {self.state.global_step} are not finite")
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as Trainer does.
+
+        Raises:
+            UserError: If a weight is not finite.
+        """
+        # Under FSDP and ZeRO-3 a process checks its own shard of the weights.
+        for parameter in self.model.parameters():
+            weight = getattr(parameter, "to_local", parameter.detach)()
+            if not torch.isfinite(weight).all():
+                raise self.diverged(
+                    f"the weights after step {self.state.global_step} are not finite"
+                )
         super().save_model(output_dir, _internal_call)
 
 
-def spent(trainer):
-    """{"seconds", "cpu_seconds"} of the training so far, as the newest record of the log says."""
-    records = (record for record in reversed(trainer.state.log_history) if "cpu_seconds" in record)
-    newest = next(records, {})
-    return {name: newest.get(name, 0.0) for name in ("seconds", "cpu_seconds")}
+def spent(trainer: Trainer) -> dict[str, float]:
+    """Return the training time so far, "seconds" and "cpu_seconds", from the newest log record."""
+    for record in reversed(trainer.state.log_history):
+        if "cpu_seconds" in record:
+            return {name: record.get(name, 0.0) for name in ("seconds", "cpu_seconds")}
+    return {"seconds": 0.0, "cpu_seconds": 0.0}
 
 
 class _NothingLeft(Exception):
-    """The checkpoint that the training goes on from is that of its last step; Trainer would train
-    one more."""
+    """Raised if the checkpoint is that of the last step; Trainer would train one more step."""
 
 
 class _Run(TrainerCallback):
-    """Saves and stops on SIGTERM; removes old checkpoints when all processes have written the new
-    one."""
+    """Callback that saves and stops on SIGTERM, and removes old checkpoints.
 
-    def __init__(self, limit, keep_every):
-        self.limit, self.keep_every = limit, keep_every
-        self.signalled = self.stopped = False
+    Old checkpoints are removed after all processes have written the new one.
+    """
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        best = Path(args.output_dir) / f"checkpoint-{getattr(state, 'best_global_step', None)}"
-        if best.is_dir():  # the state has the path as it was then: the folder may have been moved
+    def __init__(self, limit: int | None, keep_every: int) -> None:
+        self.limit = limit
+        self.keep_every = keep_every
+        self.received_signal = False
+        self.stopped = False
+        self.handler: Any = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        step = getattr(state, "best_global_step", None)
+        best = checkpoint_folder(args) / f"checkpoint-{step}"
+        if best.is_dir():
+            # The path in the state is outdated if the directory was moved.
             state.best_model_checkpoint = str(best)
-        self.on_save(args, state, control)  # a run may have been killed before it removed old ones
+        # A previous process may have been killed before it removed old checkpoints.
+        self.on_save(args, state, control)
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
-        # Here, as Trainer's enable_jit_checkpoint has set a handler of its own by now, which would
-        # end the training without telling the command that it is not finished.
+
+        # Trainer's enable_jit_checkpoint has installed a handler before, which would end the
+        # training without telling the command that the run is not finished.
         if threading.current_thread() is threading.main_thread():
             self.handler = signal.signal(signal.SIGTERM, self.note)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if highest(int(self.signalled)):
-            # With save_strategy "best" an evaluation at this step decides anew whether it is saved;
-            # else the run goes on from an older one.
-            control.should_log = control.should_save = True
-            control.should_training_stop = self.stopped = True
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if highest(int(self.received_signal)):
+            # With save_strategy "best" an evaluation at this step decides whether it is saved;
+            # otherwise the run resumes from an older one.
+            control.should_log = True
+            control.should_save = True
+            control.should_training_stop = True
+            self.stopped = True
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         args.distributed_state.wait_for_everyone()
         if args.should_save:
             best = getattr(state, "best_global_step", None)
-            remove_old(args.output_dir, self.limit, self.keep_every, best)
+            remove_old(checkpoint_folder(args), self.limit, self.keep_every, best)
 
-    def note(self, *_):
-        """The handler of SIGTERM."""
-        self.signalled = True
+    def note(self, *_: Any) -> None:
+        """Handle SIGTERM."""
+        self.received_signal = True
 
 
-def keep_freed_memory():
-    """From here on malloc keeps what this process frees, for its next tensors.
+def keep_freed_memory() -> None:
+    """Let malloc keep freed memory for the next tensors of this process.
 
-    By default glibc gives large blocks back to the system, which must clear each page when it is
-    used again: in training on the CPU, where a step frees all that it kept for the backward pass,
-    this took an eighth of the time. Nothing happens with another C library.
+    By default glibc returns large blocks to the system, which must clear each page when it is used
+    again. In training on the CPU, where a step frees the activations of the backward pass, this
+    took an eighth of the time. Other C libraries are not changed.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped by itself
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap stays
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap is kept
 
 
-def train(trainer, keep_every=0, on_resume=None):
-    """`trainer.train()` from the newest checkpoint in its output folder on.
+def train(
+    trainer: RunTrainer,
+    keep_every: int = 0,
+    on_resume: Callable[[Path], object] | None = None,
+) -> None:
+    """Train from the newest readable checkpoint in the trainer's output directory.
+
+    All processes of the run must call this function.
 
     Args:
-        trainer: a `RunTrainer`; all processes of the run must call this.
-        keep_every: every so many steps a checkpoint is kept for good, beside the newest
-            `save_total_limit`; 0: none.
-        on_resume: called with the checkpoint that is continued from, if there is one.
+        keep_every: Number of steps between two checkpoints that are kept beside the newest
+            `save_total_limit`; 0 for none.
+        on_resume: Function that is called with the checkpoint if there is one, by default
+            `trainer.on_resume`.
+
     Raises:
-        Stopped: SIGTERM came. The caller must not write its result then.
-        UserError: the run has diverged; a process does not find the checkpoint.
+        Stopped: If SIGTERM was received. The caller must not write its result.
+        UserError: If the run has diverged, or a process does not find the checkpoint.
     """
     args = trainer.args
-    step = on_main(lambda: _step_to_continue(args.output_dir))
-    checkpoint = None if step is None else Path(args.output_dir) / f"checkpoint-{step}"
+    output_dir = checkpoint_folder(args)
+    step = on_main(lambda: _step_to_resume(output_dir))
+    checkpoint = None if step is None else output_dir / f"checkpoint-{step}"
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(
-            f"{checkpoint} is on the machine of the run's first process, but not on this one; give "
-            "a folder that all machines share"
+            f"{checkpoint} is on the machine of the run's main process, but not on this one. "
+            "Choose an output directory that all machines share."
         )
     if args.device.type == "cpu":
         keep_freed_memory()
     if checkpoint is not None:
         (on_resume or trainer.on_resume)(checkpoint)
+
     # Trainer itself would remove old checkpoints before all processes have written the new one.
     run = _Run(args.save_total_limit, keep_every)
     args.save_total_limit = None
     trainer.add_callback(run)
     trainer._last_clock = (time.perf_counter(), time.process_time())
     try:
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except _NothingLeft:
         _end(trainer)
     finally:
-        if signal.getsignal(signal.SIGTERM) == run.note:  # that callback may have put back its own
+        # A callback of Trainer may have restored its own handler.
+        if signal.getsignal(signal.SIGTERM) == run.note:
             signal.signal(signal.SIGTERM, run.handler)
         trainer.remove_callback(run)
         args.save_total_limit = run.limit
+
     if run.stopped:
         state = trainer.state
-        sentence = (
-            f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}; the same "
-            "command goes on from the last checkpoint"
+        message = (
+            f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}. Run the "
+            "same command again to resume from the last checkpoint."
         )
-        raise Stopped(sentence if is_main() else "")
+        raise Stopped(message if is_main() else "")
 
 
-def _end(trainer):
-    """What Trainer does after its last step, for a run whose last step was taken before."""
+def _end(trainer: RunTrainer) -> None:
+    """Do what Trainer does after its last step, for a run that has taken its last step before."""
     trainer.is_in_train = False
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()

@@ -17,12 +17,20 @@ from transformers import Trainer, TrainingArguments
 from ..common.files import read_json
 from ..common.output import Output
 from ..common.results import environment
-from .checkpoints import claim, is_main, on_main, remove_checkpoints, spent, train
+from .checkpoints import (
+    RunTrainer,
+    claim,
+    is_main,
+    on_main,
+    remove_checkpoints,
+    spent,
+    train,
+)
 
 
 logger = logging.getLogger("neobert.training")
 
-TrainerT = TypeVar("TrainerT", bound=Trainer)
+TrainerT = TypeVar("TrainerT", bound=RunTrainer)
 
 
 def run_once(

@@ -68,7 +68,7 @@ DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[
 
 
 @pytest.mark.parametrize("name, how", DAMAGE)
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, capsys, name, how):
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog, name, how):
     folder = tmp_path / "out"
     shutil.copytree(whole[0], folder)
     for later in (10, 12):
@@ -77,27 +77,26 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, capsys
     content = file.read_bytes()
     file.unlink() if how == "gone" else file.write_bytes(content[: len(content) // 2])
     assert checkpoints.newest_checkpoint(folder) == (6, folder / "checkpoint-6")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "checkpoint-8 (" in line and line.endswith("going on from checkpoint-6")
-    assert checkpoints._step_to_continue(folder) == 6
-    capsys.readouterr()
+    (message,) = caplog.messages
+    assert "checkpoint-8 (" in message and message.endswith("Resuming from checkpoint-6.")
+    assert checkpoints._step_to_resume(folder) == 6
     assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], "a damaged one must be removed"
     made = trainer(folder)
     checkpoints.train(made)
     assert same(weights(made), whole[1])
 
 
-def test_without_a_checkpoint_a_run_begins_anew(tmp_path, capsys):
+def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
     assert checkpoints.newest_checkpoint(tmp_path / "absent") is None
     (tmp_path / "checkpoint-2").mkdir()
     assert checkpoints.newest_checkpoint(tmp_path) is None
-    assert "there is no other" in capsys.readouterr().err
+    assert "There is no other checkpoint." in caplog.text
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_jit_checkpoint": True}], ids=str)
 def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more):
     before = signal.getsignal(signal.SIGTERM)
-    words = "^stopped by SIGTERM after step 5 of 12; the same command goes on from the last"
+    words = "^stopped by SIGTERM after step 5 of 12. Run the same command again to resume from"
     with pytest.raises(Stopped, match=words):
         checkpoints.train(trainer(tmp_path, At(5, sigterm), **more))
     assert signal.getsignal(signal.SIGTERM) == before
