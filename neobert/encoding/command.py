@@ -20,7 +20,7 @@ from ..common import data
 from ..common.errors import UserError, listed
 from ..common.folders import apart
 from ..common.identity import model_digest
-from ..embeddings.encode_columns import copied_columns
+from .columns import copied_columns
 from .folder import (
     ABOUT,
     Cut,

@@ -17,7 +17,7 @@ import pyarrow.parquet
 from ..common import __version__
 from ..common.data import File, numbered_rows
 from ..common.errors import UserError
-from ..embeddings.encode_columns import PLACES, column_array
+from .columns import PLACES, column_array
 from ..embeddings.packed_encoder import NotFinite, PackedEncoder
 from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
 from .folder import ABOUT, PART, Cut, new_file, part_name, schema_of

@@ -158,8 +158,7 @@ def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_
     assert (tmp_path / "0-2" / "_vectors.json").read_bytes() == found[0]
 
 
-def test_kept_columns_of_other_files_are_text(model_folder, encoder, tmp_path):
-    """JSON has no types of columns: each part alone would get another one."""
+def test_a_json_column_of_several_types_is_copied_as_text(model_folder, encoder, tmp_path):
     values = ["a-1", None, 1180591620717411303424, 0.5, {"page": 1}, True, "\u00e9"]
     source = write_jsonl(tmp_path / "a.jsonl", [{"id": id, "text": "a"} for id in values])
     embed(source, tmp_path / "out", model_folder, encoder, rows=2)
@@ -167,6 +166,65 @@ def test_kept_columns_of_other_files_are_text(model_folder, encoder, tmp_path):
     assert ids.type == pyarrow.string()
     others = ["1180591620717411303424", "0.5", '{"page": 1}', "true"]
     assert ids.to_pylist() == ["a-1", None, *others, "\u00e9"]
+
+
+COLUMNS = [
+    ([7, None, -2, 2**60], pyarrow.int64(), [7, None, -2, 2**60]),
+    ([0.5, 3, None, 1.0], pyarrow.float64(), [0.5, 3.0, None, 1.0]),
+    ([True, None, False, True], pyarrow.bool_(), [True, None, False, True]),
+    ([0.5, 2**53 + 1, None, 1], pyarrow.string(), ["0.5", str(2**53 + 1), None, "1"]),
+    ([None] * 4, pyarrow.string(), [None] * 4),
+]
+CELLS = [
+    ("7 -2 0 12", pyarrow.int64(), [7, -2, 0, 12]),
+    ("007 1 2 3", pyarrow.string(), ["007", "1", "2", "3"]),
+    ("+7 1 2 3", pyarrow.string(), ["+7", "1", "2", "3"]),
+    ("0.5 1 2 3", pyarrow.string(), ["0.5", "1", "2", "3"]),
+]
+
+
+@pytest.mark.parametrize(("values", "kind", "expected"), COLUMNS)
+def test_types_of_json_columns(model_folder, encoder, tmp_path, values, kind, expected):
+    """All parts have the type, also a part whose own values would have another one."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"id": value, "text": "a"} for value in values])
+    embed(source, tmp_path / "out", model_folder, encoder, rows=1)
+    ids = read_parquet(tmp_path / "out")[0]["id"]
+    assert ids.type == kind
+    assert ids.to_pylist() == expected
+
+
+@pytest.mark.parametrize(("values", "kind", "expected"), CELLS)
+def test_types_of_csv_columns(model_folder, encoder, tmp_path, values, kind, expected):
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{id},5\n" for id in values.split()))
+    embed(tmp_path / "a.csv", tmp_path / "out", model_folder, encoder, keep=["id,text"])
+    table = read_parquet(tmp_path / "out")[0]
+    assert table["id"].type == kind
+    assert table["id"].to_pylist() == expected
+    assert table["text"].to_pylist() == ["5"] * 4
+
+
+def test_the_output_merges_with_its_source(model_folder, encoder, tmp_path):
+    source = pandas.DataFrame({"id": [30, 10, 20], "text": ["a", "b", "c"], "n": [1, 2, 3]})
+    source.to_csv(tmp_path / "a.csv", index=False)
+    embed(tmp_path / "a.csv", tmp_path / "out", model_folder, encoder)
+    merged = source.merge(pandas.read_parquet(tmp_path / "out"), on="id", validate="one_to_one")
+    assert merged["n"].tolist() == [1, 2, 3]
+    np.testing.assert_allclose(
+        np.stack(merged["embedding"]), encoder.encode(["a", "b", "c"]), atol=1e-6
+    )
+
+
+def test_a_later_value_of_another_type_names_the_remedy(model_folder, encoder, tmp_path):
+    """A file that is added later does not change the types."""
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", [{"id": 1, "text": "a"}])
+    embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder)
+    write_jsonl(tmp_path / "corpus" / "b.jsonl", [{"id": "x", "text": "a"}])
+    with pytest.raises(
+        UserError, match=r"'id' must have the type int64 .got \"x\".. Use --keep id:t"
+    ):
+        embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder)
+    embed(tmp_path / "corpus", tmp_path / "text", model_folder, encoder, keep=["id:text"])
+    assert read_parquet(tmp_path / "text")[0]["id"].to_pylist() == ["1", "x"]
 
 
 def test_what_made_the_vectors(corpus, model_folder, tmp_path):
@@ -206,7 +264,7 @@ def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_pa
     content = out.read_bytes()
     assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
     told = capsys.readouterr().out
-    assert "70 texts; this run 0 texts" in told and told.endswith(last)
+    assert "70 texts; nothing new to encode" in told and told.endswith(last)
     with pytest.raises(UserError, match='out.parquet has vectors of pooling "mean", but "cls" was'):
         main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
     corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
@@ -326,7 +384,10 @@ BAD = [
         "max_length must be at most the 64 of the model, but 100,000 was given",
     ),
     (["corpus.jsonl", "out", "--truncate-dim", "65"], "truncate_dim must be at most the 64 of"),
-    (["empty.txt", "out", "--output-dtype", "int8"], "found on the first texts, but there are no"),
+    (["empty.txt", "out"], "empty.txt must contain at least one text, got no rows."),
+    (["/dev/stdin", "out"], "must be a file, a folder, a glob or a URL, got the stream /dev/stdin"),
+    (["-", "out"], "got the stream -. Write its content to a file first"),
+    (["corpus.jsonl", "out.npy"], "OUTPUT must be a folder or end in .parquet, got out.npy."),
     (["corpus.jsonl", "out", "--text-column", "b"], "has no column 'b', only id, text, n; name it"),
     (
         ["corpus.jsonl", "out", "--shard", "8/8"],

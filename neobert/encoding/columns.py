@@ -12,7 +12,7 @@ import pyarrow
 
 from ..common import data
 from ..common.errors import UserError, listed, one_line, shortened
-from ..encoding.options import EncodeArguments
+from .options import EncodeArguments
 
 
 PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
@@ -52,13 +52,14 @@ def copied_columns(arguments: EncodeArguments, files: Sequence[data.File]) -> py
             f"the output's own columns are {listed(own)}; leave {listed(taken)} out of --keep"
         )
 
+    is_typed = first.format == ".parquet"
     types = {}
     for name in filter(None, names):
         is_text = name.endswith(":text") and name not in schema.names
-        types[name.removesuffix(":text") if is_text else name] = (
-            pyarrow.string() if is_text or name == arguments.text_column else None
-        )
-    if first.format == ".parquet":
+        column = name.removesuffix(":text") if is_text else name
+        is_text = is_text or (name == arguments.text_column and not is_typed)
+        types[column] = pyarrow.string() if is_text else None
+    if is_typed:
         known = dict(zip(schema.names, schema.types))
     else:
         known = _inferred_types(files, [name for name, kind in types.items() if kind is None])
