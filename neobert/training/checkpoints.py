@@ -295,7 +295,8 @@ class RunTrainer(_Trainer):
             UserError: If a weight is not finite.
         """
         # Under FSDP and ZeRO-3 a process checks its own shard of the weights.
-        for parameter in self.model.parameters():
+        parameters = self.model.parameters() if self.model is not None else ()
+        for parameter in parameters:
             weight = getattr(parameter, "to_local", parameter.detach)()
             if not torch.isfinite(weight).all():
                 raise self.diverged(

@@ -1,9 +1,12 @@
-"""What the paper's optimisation has beside Trainer's own: which parameters decay, and its
-warm-up."""
+"""Optimization of the paper beyond Trainer's: learning rate, decayed parameters and warmup."""
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
@@ -25,27 +28,40 @@ def default_learning_rate(hidden_size: int) -> float:
     return min(1e-3, 2e-5 * max(1.0, 768 / hidden_size) ** 5)
 
 
-def decay_parameter_names(model):
-    """Names of the parameters that weight decay applies to: the matrices; not norms, not biases."""
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters with weight decay: matrices, but no norms and biases."""
     return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
 
-def make_schedule(kind, optimizer, warmup_steps, max_steps, kwargs=None):
-    """transformers' schedule, to be stepped once an optimizer step; the warm-up of
-    warmup_stable_decay rises from 0, as the paper's.
+def make_schedule(
+    schedule: str,
+    optimizer: Optimizer,
+    warmup_steps: int,
+    max_steps: int,
+    kwargs: Mapping[str, Any] | None = None,
+) -> LRScheduler:
+    """Return a learning rate schedule of transformers, with the warmup of the paper.
 
-    transformers' own rises from `min_lr_ratio`.
+    The warmup of "warmup_stable_decay" rises from 0 as in the paper. In transformers it rises from
+    `min_lr_ratio`.
 
     Args:
-        kind, kwargs: Trainer's lr_scheduler_type and lr_scheduler_kwargs.
+        schedule: Trainer's `lr_scheduler_type`.
+        optimizer: Optimizer; the schedule is stepped once per optimizer step.
+        warmup_steps: Number of warmup steps.
+        max_steps: Number of steps in all.
+        kwargs: Trainer's `lr_scheduler_kwargs`.
+
     Raises:
-        TypeError, ValueError: what transformers says of kinds and kwargs that it does not take.
+        TypeError: If transformers does not accept `kwargs`.
+        ValueError: If transformers does not know the schedule.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
-        scheduler = get_scheduler(kind, optimizer, warmup_steps, max_steps, dict(kwargs or {}))
-    if kind != SchedulerType.WARMUP_STABLE_DECAY:
+        scheduler = get_scheduler(schedule, optimizer, warmup_steps, max_steps, dict(kwargs or {}))
+    if schedule != SchedulerType.WARMUP_STABLE_DECAY:
         return scheduler
+
     (factor, *_) = scheduler.lr_lambdas
     return LambdaLR(
         optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step)

@@ -1,35 +1,42 @@
-"""Options of transformers' Trainer: which of them a command leaves alone, and the object made of
-them."""
+"""Options of transformers' Trainer: checks, defaults of the commands, and identity of a run."""
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..common.arguments import check_values
+from msgspec import Meta
+
 from ..common.errors import UserError, listed, one_line
+from ..common.options import convert
 
 
-# For commands that have `compile`: Trainer's own compilation takes the complete model, whose
-# kernels for packed batches it leaves out.
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# For commands with `--compile`. Trainer's own compilation compiles the complete model, which then
+# cannot use the kernels for packed batches.
 BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 
-
-# What Trainer takes as it comes and fails with after the work has begun.
-_TRAINER_BOUNDS = {
-    "num_train_epochs": {"above": 0},
-    "per_device_train_batch_size": {"least": 1},
-    "gradient_accumulation_steps": {"least": 1},
-    "seed": {"least": 0, "below": 2**32},
+# Bounds of options that Trainer accepts as they are, and fails with after work has begun.
+_BOUNDS = {
+    "num_train_epochs": Annotated[float, Meta(gt=0)],
+    "per_device_train_batch_size": Annotated[int, Meta(ge=1)],
+    "gradient_accumulation_steps": Annotated[int, Meta(ge=1)],
+    "seed": Annotated[int, Meta(ge=0, lt=2**32)],
 }
 
 
-def check_trainer_options(options):
-    """Raises UserError for options of Trainer, {option: value}, whose numbers are not finite or out
-    of range."""
-    check_values(options, _TRAINER_BOUNDS)
+def check_trainer_options(options: Mapping[str, Any]) -> None:
+    """Check options of Trainer that Trainer itself does not check.
+
+    Raises:
+        UserError: If a value is out of range.
+    """
+    convert({name: options[name] for name in _BOUNDS if name in options}, _BOUNDS)
     if options.get("max_steps") == 0:
         raise UserError(
-            "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given"
+            "`max_steps` must be at least 1, or -1 to train for `num_train_epochs`, got 0."
         )
 
 
@@ -66,53 +73,59 @@ def check_services(options: Mapping[str, Any]) -> None:
             ) from error
 
 
-def training_arguments(output_dir, given, fixed, base=None):
-    """transformers' TrainingArguments from a recipe's section and what the command sets itself.
+def training_arguments(
+    output_dir: str | Path,
+    options: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    base: "type[TrainingArguments] | None" = None,
+) -> "TrainingArguments":
+    """Return the TrainingArguments of a command.
 
-    Without an accelerator it must be said that the CPU is used: torchrun's processes would not find
-    each other.
+    Without an accelerator, Trainer must be told to use the CPU; otherwise the processes of torchrun
+    would not find each other.
 
     Args:
-        output_dir: where checkpoints go.
-        given: Trainer's options as `read_arguments` returns them.
-        fixed: {option: value} that the command needs as they are.
-        base: the class, by default TrainingArguments.
+        output_dir: Directory of the checkpoints.
+        options: Options of Trainer from the recipe and the command line.
+        fixed: Options that the command sets.
+        base: Class of the result, by default TrainingArguments.
+
     Raises:
-        UserError: one of `fixed` was given otherwise; values that transformers refuses.
+        UserError: If the user has changed one of `fixed`, or transformers refuses a value.
     """
     import torch
+    from transformers import TrainingArguments
 
-    if base is None:
-        from transformers import TrainingArguments as base
-    given = dict(given)
-    if token := given.pop("hub_token", None):
-        # Where huggingface_hub looks; Trainer writes its arguments into every checkpoint.
+    options = dict(options)
+    if token := options.pop("hub_token", None):
+        # Trainer writes its arguments into every checkpoint; huggingface_hub reads the variable.
         os.environ["HF_TOKEN"] = token
-    if "output_dir" in given:
-        raise UserError("output_dir is set by this command; give --output in its place")
+    if "output_dir" in options:
+        raise UserError("`output_dir` is set by this command. Pass --output instead.")
     for name, value in fixed.items():
-        if name in given and given[name] != value:
-            if name in BLOCKS_ONLY:
-                raise UserError(
-                    f"{name} compiles the complete model, which then packs nothing; give "
-                    "--compile, which compiles its blocks"
-                )
+        if name not in options or options[name] == value:
+            continue
+        if name in BLOCKS_ONLY:
             raise UserError(
-                f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave "
-                "it out"
+                f"`{name}` compiles the complete model, which then cannot pack its batches. Pass "
+                "--compile, which compiles the blocks."
             )
-    options = {"use_cpu": not torch.accelerator.is_available(), **given, **fixed}
-    check_trainer_options(options)
-    check_services(options)
+        raise UserError(
+            f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
+        )
+
+    values = {"use_cpu": not torch.accelerator.is_available(), **options, **fixed}
+    check_trainer_options(values)
+    check_services(values)
     try:
-        return base(output_dir=str(output_dir), **options)
+        return (base or TrainingArguments)(output_dir=str(output_dir), **values)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"Trainer's options: {one_line(error, 400)}") from error
+        raise UserError(f"Trainer refuses its options: {one_line(error, 400)}.") from error
 
 
-# What Trainer's options begin with that touch neither the numbers nor the order of the data: a
-# continued run may change them.
-_FREE = (
+# Prefixes of options of Trainer that affect neither results nor the order of the data. They may
+# change when a run is resumed.
+_WITHOUT_EFFECT = (
     "output_dir",
     "logging_",
     "log_",
@@ -143,6 +156,6 @@ _FREE = (
 )
 
 
-def number_options(options):
-    """Those of Trainer's options that a run's numbers may depend on."""
-    return {name: value for name, value in options.items() if not name.startswith(_FREE)}
+def number_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Trainer that the results of a run may depend on."""
+    return {name: value for name, value in options.items() if not name.startswith(_WITHOUT_EFFECT)}

@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from neobert import cli
 from neobert.common.arguments import Arguments, Options, option
 from neobert.common.errors import UserError, require
-from neobert.training.options import number_options, training_arguments
 
 
 @dataclasses.dataclass
@@ -228,43 +226,6 @@ def test_trainers_options_go_through(read):
     ):
         with pytest.raises(UserError, match=words):
             read(recipe, argv, trainer={})
-
-
-def test_training_arguments(tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    options = {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}
-    made = training_arguments(tmp_path, options, {"seed": 5, "use_cpu": True})
-    assert (made.max_steps, made.seed, made.use_cpu, made.output_dir) == (3, 5, True, str(tmp_path))
-    # Trainer would write it into every checkpoint.
-    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret"
-    monkeypatch.delenv("HF_TOKEN")
-    made = training_arguments(tmp_path, {"report_to": "none"}, {})
-    assert made.use_cpu is not torch.accelerator.is_available()
-    assert not list(tmp_path.iterdir()), "something was written"
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"output_dir": "x"}, "output_dir is set by this command; give --output in its place"),
-        ({"bf16": True}, "bf16 is set to False by this command, but True was given; leave it out"),
-        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
-        ({"num_train_epochs": 0.0}, "num_train_epochs must be above 0, but 0.0 was given"),
-        ({"max_steps": 0}, "max_steps must be at least 1, or -1 where num_train_epochs counts"),
-    ],
-)
-def test_options_that_trainer_cannot_take(tmp_path, options, words):
-    with pytest.raises(UserError, match=words):
-        training_arguments(tmp_path, options, {"bf16": False})
-
-
-def test_what_a_continued_run_may_change():
-    free = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none"}
-    free |= {"dataloader_num_workers": 3, "push_to_hub": True}
-    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3}
-    numbers |= {"bf16": True, "max_grad_norm": 1.0, "dataloader_drop_last": True}
-    assert number_options({**free, **numbers}) == numbers
 
 
 # ------------------------------------------------------------------------------------------------
