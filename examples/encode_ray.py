@@ -1,13 +1,13 @@
-"""`neobert encode` on a Ray cluster: many shares of one corpus, any of whose workers may die.
+"""Run `neobert encode` on a Ray cluster, in shards whose workers may fail.
 
     pip install '.[eval,ray]'
-    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL \\
+    python examples/encode_ray.py s3://bucket/corpus s3://bucket/embeddings --model MODEL \\
         --shards 512 --gpus 1
-    python examples/encode_ray.py corpus/ vectors/ --model MODEL --shards 64 --cores 4
+    python examples/encode_ray.py corpus/ embeddings/ --model MODEL --shards 64 --cores 4
 
-Each share is what `neobert encode ... --shard i/n` does, with all its options. A share whose worker
-died is given again and makes the parts that are missing, bit for bit. So does the same command.
-Several shares for each worker keep all of them busy to the end.
+A shard is what `neobert encode ... --shard i/n` encodes, with all its options. Ray runs the shard
+of a failed worker again, which encodes the missing parts with identical results. Running the same
+command again does so, too. Use several shards per worker to keep all workers busy.
 """
 
 import argparse
@@ -17,37 +17,44 @@ import ray
 import torch
 
 from neobert.common.scripts import run_script
-from neobert.encoding.command import described, encode
-from neobert.encoding.options import OPTIONS
+from neobert.encoding.command import EncodeSummary, encode
+from neobert.encoding.options import OPTIONS, EncodeOptions
 
 
-def share(arguments, number, count, cores):
-    """Encodes one share; returns its summary."""
+def encode_shard(options: EncodeOptions, number: int, count: int, cores: int) -> EncodeSummary:
+    """Encode one shard, and return its summary."""
     torch.set_num_threads(cores)
-    return encode(replace(arguments, shard=f"{number}/{count}"), progress_bar=False)
+    inference = replace(options.inference, shard=f"{number}/{count}")
+    return encode(replace(options, inference=inference), progress_bar=False)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
+    """Encode a corpus on a Ray cluster."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--cores", type=int, default=1, help="of a worker")
-    parser.add_argument("--gpus", type=float, default=0, help="of a worker")
-    options, rest = parser.parse_known_args(argv)
-    (arguments,) = OPTIONS["encode"].read(rest)
-    # Chosen by the cluster and not by a launcher of this script.
-    arguments = replace(arguments, device="cuda" if options.gpus else "cpu")
-    work = ray.remote(num_cpus=options.cores, num_gpus=options.gpus, max_retries=-1)(share)
-    shares = [
-        work.remote(arguments, number, options.shards, options.cores)
-        for number in range(options.shards)
+    parser.add_argument("--shards", type=int, default=8, help="Number of shards.")
+    parser.add_argument("--cores", type=int, default=1, help="CPU cores per worker.")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs per worker.")
+    args, rest = parser.parse_known_args(argv)
+
+    options = OPTIONS["encode"].read(rest)
+    # The cluster chooses the device, not a launcher of this script.
+    inference = replace(options.inference, device="cuda" if args.gpus else "cpu")
+    options = replace(options, inference=inference)
+
+    work = ray.remote(num_cpus=args.cores, num_gpus=args.gpus, max_retries=-1)(encode_shard)
+    running = [
+        work.remote(options, number, args.shards, args.cores) for number in range(args.shards)
     ]
-    while shares:
-        done, shares = ray.wait(shares)
+    while running:
+        done, running = ray.wait(running)
         summary = ray.get(done[0])
-        print(f"{summary['encoded_texts']:,} texts of a share; {len(shares)} shares to come")
-    print(described(arguments.output, encode(replace(arguments, shard="0/1"), progress_bar=False)))
+        print(f"{summary.encoded_texts:,} texts in a shard; {len(running)} shards are left")
+
+    # All parts exist now, so this call only completes the output.
+    summary = encode_shard(options, 0, 1, args.cores)
+    print(summary.describe(options.corpus.output))
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def usage():
     lines += [
         "",
         "example:",
-        "  neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
+        "  neobert encode texts.jsonl embeddings.parquet --model examples/sentence-encoder",
     ]
     return "\n".join(lines)
 

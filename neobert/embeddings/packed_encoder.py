@@ -7,6 +7,7 @@ padding token.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from ..attention_neobert import Packing
-from ..common.arguments import Arguments
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
@@ -124,7 +124,7 @@ def _tokenizer_of(folder):
 
 
 class PackedEncoder:
-    """Texts to vectors in batches of `tokens_per_batch` tokens, whatever the number of texts.
+    """Texts to vectors in batches of `batch_tokens` tokens, whatever the number of texts.
 
     NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled
     per text in float32. Any other model or pooling runs through SentenceTransformer's own modules
@@ -134,7 +134,7 @@ class PackedEncoder:
         model: folder, Hub name, or a SentenceTransformer.
         dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
             and in float32 a text's vector does not depend on the texts beside it.
-        tokens_per_batch: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
+        batch_tokens: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
         settings: see `load_sentence_transformer`.
     """
 
@@ -143,7 +143,7 @@ class PackedEncoder:
         model: "str | Path | torch.nn.Module",
         dtype: str = "auto",
         device: str | torch.device | None = None,
-        tokens_per_batch: int | None = None,
+        batch_tokens: int | None = None,
         **settings,
     ):
         self.device = choose_device(device)
@@ -152,7 +152,7 @@ class PackedEncoder:
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         self.sentence_transformer = model.to(self.device).eval()
         self.dtype = torch.int8 if is_int8(model) else model[0].auto_model.dtype
-        self.tokens_per_batch = tokens_per_batch or (
+        self.batch_tokens = batch_tokens or (
             CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         )
         # those that change a vector
@@ -174,10 +174,9 @@ class PackedEncoder:
 
     @classmethod
     def from_arguments(
-        cls, arguments: Arguments, device: str | torch.device, dtype: str | None = None
+        cls, arguments: Any, device: str | torch.device, dtype: str | None = None
     ) -> "PackedEncoder":
-        """The encoder that a command's arguments describe, on `device`; `dtype` in place of
-        theirs."""
+        """Return the encoder that the flat options of a command describe."""
         return cls(
             arguments.model,
             dtype or arguments.dtype,
@@ -249,7 +248,7 @@ class PackedEncoder:
 
     def batches(self, lengths: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
         """Index arrays that cover all texts, shortest first; each batch holds at most
-        `tokens_per_batch` tokens, or one text.
+        `batch_tokens` tokens, or one text.
 
         Args:
             lengths: tokens of each text.
@@ -259,7 +258,7 @@ class PackedEncoder:
         for index in order:
             length = int(lengths[index])
             cost = total + length if self.packs else (len(batch) + 1) * length
-            if batch and cost > self.tokens_per_batch:
+            if batch and cost > self.batch_tokens:
                 yield np.array(batch)
                 batch, total = [], 0
             batch.append(index)

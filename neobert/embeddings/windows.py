@@ -43,7 +43,7 @@ class WindowSettings:
     overlap: int
 
     @classmethod
-    def of(cls, encoder, prompt, window=None, overlap=None):
+    def for_encoder(cls, encoder, prompt, window=None, overlap=None):
         """Checked for an encoder: by default windows of 256 tokens, or as many as it reads if that
         is less, of which neighbours share at most an eighth.
 

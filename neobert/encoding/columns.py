@@ -1,21 +1,28 @@
-"""Columns that `neobert encode` copies from its input, with the types that they have there.
+"""Columns that `neobert encode` copies from its input, with their types.
 
-Parquet files have types, and the types of JSON and CSV columns are inferred before the first text is
-encoded. They are the same for all parts and shards of an output, and `_vectors.json` stores them.
+Parquet files have types, and the types of JSON and CSV columns are inferred before the first text
+is encoded. They are the same for all parts and shards of an output, and the manifest stores them.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow
 
 from ..common import data
 from ..common.errors import UserError, listed, one_line, shortened
-from .options import EncodeArguments
+from .options import EncodeOptions
 
 
-PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
+# Columns of windows: the text, and the characters of the window.
+WINDOW_COLUMNS = {
+    "file": pyarrow.string(),
+    "row": pyarrow.int64(),
+    "start": pyarrow.int64(),
+    "end": pyarrow.int64(),
+}
 _INFERENCE_ROWS = 100_000
 # Integers as Python writes them: "007", "+7" and "1e3" stay text.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
@@ -27,29 +34,34 @@ _KINDS = {
 }
 
 
-def copied_columns(arguments: EncodeArguments, files: Sequence[data.File]) -> pyarrow.Schema:
+def copied_columns(options: EncodeOptions, files: Sequence[data.File]) -> pyarrow.Schema:
     """Return the Arrow schema of the columns to copy.
 
     Raises:
         UserError: If there are no rows, or if an option names a column that cannot be used.
     """
+    corpus = options.corpus
     first = next((file for file in files if not data.is_empty(file)), None)
     if first is None:
-        raise UserError(f"{arguments.source} must contain at least one text, got no rows.")
+        raise UserError(f"{corpus.source} must contain at least one text, got no rows.")
 
     schema = data.schema(first)
-    if arguments.text_column not in schema.names:
+    if corpus.text_column not in schema.names:
         raise UserError(
-            f"{first.url} has no column {arguments.text_column!r}, only {listed(schema.names)}; "
-            "name it with --text-column"
+            f"{first.url} has no column {corpus.text_column!r}, only {listed(schema.names)}. Name "
+            "the column with --text-column."
         )
+
     names = ["id"] if "id" in schema.names else []
-    if arguments.keep is not None:
-        names = [name.strip() for text in arguments.keep for name in text.split(",")]
-    own = ("embedding", *(PLACES if arguments.long_texts == "windows" else ()))
-    if taken := [name for name in names if name in own]:
+    if corpus.keep is not None:
+        names = [name.strip() for text in corpus.keep for name in text.split(",")]
+    reserved = ["embedding"]
+    if options.long_texts.long_texts == "windows":
+        reserved += WINDOW_COLUMNS
+    if taken := [name for name in names if name in reserved]:
         raise UserError(
-            f"the output's own columns are {listed(own)}; leave {listed(taken)} out of --keep"
+            f"`keep` must not contain the output's own columns ({listed(reserved)}), got "
+            f"{listed(taken)}. Rename the column of the input, or omit it."
         )
 
     is_typed = first.format == ".parquet"
@@ -57,7 +69,7 @@ def copied_columns(arguments: EncodeArguments, files: Sequence[data.File]) -> py
     for name in filter(None, names):
         is_text = name.endswith(":text") and name not in schema.names
         column = name.removesuffix(":text") if is_text else name
-        is_text = is_text or (name == arguments.text_column and not is_typed)
+        is_text = is_text or (name == corpus.text_column and not is_typed)
         types[column] = pyarrow.string() if is_text else None
     if is_typed:
         known = dict(zip(schema.names, schema.types))
@@ -68,7 +80,7 @@ def copied_columns(arguments: EncodeArguments, files: Sequence[data.File]) -> py
     )
 
 
-def column_array(values: list, field: pyarrow.Field, file: data.File) -> pyarrow.Array:
+def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> pyarrow.Array:
     """Return the values of a copied column as an Arrow array of the type of `field`.
 
     In a column of strings, values that are not strings are written as JSON.
@@ -97,13 +109,15 @@ def column_array(values: list, field: pyarrow.Field, file: data.File) -> pyarrow
         ) from error
 
 
-def _inferred_types(files: Sequence[data.File], names: list[str]) -> dict:
-    """Return the Arrow types of columns of JSON, CSV or TSV files, strings where no other type fits.
+def _inferred_types(
+    files: Sequence[data.File], names: Sequence[str]
+) -> dict[str, pyarrow.DataType]:
+    """Return the Arrow types of columns of JSON, CSV or TSV files; string if no other type fits.
 
     Complete files are read, in the order of their names, until there are `_INFERENCE_ROWS` rows. So
     all shards infer the same types, and a file that is added later does not change them.
     """
-    kinds = {name: set() for name in names}
+    kinds: dict[str, set[str | None]] = {name: set() for name in names}
     count = 0
     for file in files if names else ():
         for _, row in data.numbered_rows(file, names):

@@ -1,17 +1,20 @@
-"""`neobert encode SOURCE OUTPUT --model MODEL`: embeddings of a corpus of any size, in constant
-memory, by any number of processes, GPUs or machines that know nothing of one another.
+"""`neobert encode SOURCE OUTPUT --model MODEL`: compute the embeddings of a corpus of any size.
 
-A part is a range of at most `rows` rows of one input file. Its name follows from both, and it
-appears complete or not at all, so that listing OUTPUT tells what is missing. The same command goes
-on after an interruption, and adds the texts of input files that are new.
+Memory use is constant, and any number of processes, GPUs or machines can share the work without
+communication. A part is a range of at most `rows` rows of one input file. Its name follows from
+both, and it appears complete or not at all, so a listing of OUTPUT shows what is missing. Running
+the command again resumes an interrupted run, and adds the texts of new input files.
 """
 
+import dataclasses
 import json
 import os
 import re
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fsspec
 from tqdm.auto import tqdm
@@ -20,209 +23,339 @@ from ..common import data
 from ..common.errors import UserError, listed
 from ..common.folders import apart
 from ..common.identity import model_digest
+from ..common.options import identity, log_options
 from .columns import copied_columns
 from .folder import (
-    ABOUT,
-    Cut,
+    MANIFEST_KEY,
     Folder,
-    check_same,
+    Parts,
     clear,
     part_name,
     part_stem,
     read_metadata,
-    schema_of,
 )
-from .options import OPTIONS
+from .manifest import Manifest, Truncation
+from .options import OPTIONS, EncodeOptions
 
 
-# Options that make the vectors, their columns and their parts.
-_SETTINGS = (
-    "text_column",
-    "keep",
-    "prompt",
-    "prompt_name",
-    "max_length",
-    "pooling",
-    "tokenizer",
-    "attn_implementation",
-    "long_texts",
-    "window",
-    "overlap",
-    "normalize",
-    "dtype",
-    "output_dtype",
-    "truncate_dim",
-    "rows",
-)
+if TYPE_CHECKING:
+    from ..embeddings.packed_encoder import PackedEncoder
+
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-# Endings of other formats, which are not names of folders.
+# Suffixes of other formats, which are not names of directories.
 _OTHER_FORMATS = (
     *data.FORMATS,
     *(".npy", ".npz", ".pt", ".pth", ".bin", ".safetensors", ".pkl", ".h5", ".hdf5"),
     *(".arrow", ".feather", ".orc", ".avro", ".db", ".sqlite", ".faiss", ".index", ".gz", ".zip"),
 )
-INPUT = "neobert_input"  # key in the metadata of an output file: its input files and their sizes
+# Key in the metadata of an output file: the summary of its input.
+SUMMARY_KEY = "neobert_input"
 
 
 class Shard(NamedTuple):
-    """Which parts are this process' own: number `number` of `count`."""
+    """Shard of the parts that this process encodes.
+
+    Attributes:
+        number: Index of the shard.
+        count: Number of shards.
+        local: Index among the processes of this machine.
+    """
 
     number: int = 0
     count: int = 1
-    local: int = 0  # number among the processes of this machine
+    local: int = 0
 
     @classmethod
-    def of(cls, text=None):
-        """Of "i/n"; without it that of torchrun and accelerate launch, or of a SLURM step (srun);
-        alone without a launcher."""
+    def from_text(cls, text: str | None = None) -> "Shard":
+        """Return the shard "i/n", or by default that of the launcher.
+
+        Launchers are torchrun and accelerate, and then srun of SLURM.
+        """
         if text is None:
             for names in _LAUNCHERS:
                 if all(name in os.environ for name in names):
                     return cls(*(int(os.environ[name]) for name in names))
             return cls()
+
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if not match or int(match[1]) >= int(match[2]):
-            raise UserError(f"shard must be i/n with i from 0 to n-1, but {text!r} was given")
+            raise UserError(f"`shard` must be i/n with i from 0 to n-1, got {text!r}.")
         return cls(int(match[1]), int(match[2]))
 
-    def owns(self, file, part, files):
-        """Whether a part is this process' own. Each reads its files from the beginning, so that
-        many files are shared out as such.
+    def owns(self, file: int, part: int, files: int) -> bool:
+        """Return whether a part belongs to this shard.
+
+        Each process reads its files from the beginning, so many files are distributed as such.
 
         Args:
-            file: number of the file.
-            part: number of the part in it.
-            files: number of all files.
+            file: Index of the file.
+            part: Index of the part in the file.
+            files: Number of files.
         """
-        whole = files >= 8 * self.count
-        return (file if whole else file + part) % self.count == self.number
+        is_by_file = files >= 8 * self.count
+        return (file if is_by_file else file + part) % self.count == self.number
 
 
-def encode(arguments, progress_bar=True, encoder=None):
-    """Embeds the texts of this process' share of a corpus that have no vectors yet.
+@dataclass(frozen=True)
+class EncodeSummary:
+    """Summary of an output and of one run.
+
+    Attributes:
+        texts: Number of texts in the output.
+        embeddings: Number of embeddings in the output.
+        truncation: Truncation statistics of the output.
+        files: Input files, {name: bytes}.
+        missing: Names of the input files whose parts are incomplete.
+        encoded_texts: Number of texts that this run encoded.
+        encoded_tokens: Number of their tokens.
+        seconds: Time that this run took to encode them.
+    """
+
+    texts: int
+    embeddings: int
+    truncation: Truncation
+    files: dict[str, int]
+    missing: list[str]
+    encoded_texts: int = 0
+    encoded_tokens: int = 0
+    seconds: float = 0.0
+
+    def describe(self, output: str) -> str:
+        """Return the line that the command prints."""
+        windows = ""
+        if self.embeddings != self.texts:
+            windows = f" in {self.embeddings:,} windows"
+
+        work = "nothing new to encode"
+        if self.encoded_texts:
+            rate = self.encoded_tokens / max(self.seconds, 1e-9)
+            work = (
+                f"this run {self.encoded_texts:,} texts of {self.encoded_tokens:,} tokens in "
+                f"{self.seconds:.1f} s ({rate:,.0f} tokens/s)"
+            )
+
+        truncated = "none truncated"
+        if self.truncation.texts:
+            truncated = (
+                f"{self.truncation.texts:,} texts truncated by {self.truncation.tokens:,} tokens"
+            )
+
+        state = "all parts are complete"
+        if self.missing:
+            state = (
+                f"parts of {listed(self.missing, 3)} are missing; other shards or the same command "
+                "without a shard encode them"
+            )
+        return (
+            f"{output}: {self.texts:,} texts{windows}; {work}; {truncated}, the longest has "
+            f"{self.truncation.longest:,} tokens; {state}"
+        )
+
+
+def encode(
+    options: EncodeOptions, progress_bar: bool = True, encoder: "PackedEncoder | None" = None
+) -> EncodeSummary:
+    """Encode the texts of this process' shard of a corpus that have no embeddings yet.
 
     Args:
-        arguments: `EncodeArguments`.
-        encoder: the `PackedEncoder` of these arguments, where it is loaded already.
-    Returns:
-        dict. Of the parts that are there: "texts", "vectors", "cut": `Cut`, "files": {input file:
-        bytes}, "missing": those that lack parts. Of this run: "encoded_texts", "encoded_tokens",
-        "seconds".
+        options: Options of the command.
+        progress_bar: Whether to show the progress.
+        encoder: Loaded encoder of these options.
+
     Raises:
-        UserError: bad input, or the output is another one's.
+        UserError: If an input is invalid, or if the output is not one of these options.
     """
-    shard = Shard.of(arguments.shard)
-    files, output = _checked(arguments, shard)
-    digest = model_digest(arguments.model)
-    settings = {name: getattr(arguments, name) for name in _SETTINGS}
-    settings["model"] = arguments.model if digest == "unknown" else digest
+    shard = Shard.from_text(options.inference.shard)
+    files, output = _check_paths(options, shard)
+    digest = model_digest(options.model.model)
+    settings = identity(options)
+    if digest != "unknown":
+        settings["model"] = digest
+
     is_file = output.endswith(".parquet")
     folder = Folder(f"{output}.work" if is_file else output)
-    run = {"encoded_texts": 0, "encoded_tokens": 0, "seconds": 0.0}
-    if is_file and (summary := _finished(output, settings, files)):
+    finished = _finished_file(output, settings, files) if is_file else None
+    if finished is not None:
         folder.remove(output)
-        return summary | run
+        return finished
 
-    vectors, parts = folder.vectors(), {}
-    if vectors is not None:
-        check_same(vectors, settings, folder.url)
+    manifest = folder.read_manifest()
+    parts: Parts = {}
+    if manifest is not None:
+        manifest.check_settings(settings, folder.url)
         parts = folder.parts(files, settings)
-    if todo := [file for file in files if not _is_complete(file, parts)]:
-        columns = copied_columns(arguments, files) if vectors is None else None
-        # A run with nothing left to do ends without importing torch.
-        import torch
 
-        from ..common.loading import choose_device, choose_dtype
-        from .parts import Loaded, encode_files
-
-        device = str(choose_device(arguments.device))
-        if shard.count > 1 and device == "cuda" and arguments.shard is None:
-            device = f"cuda:{shard.local % torch.cuda.device_count()}"
-        dtype = vectors["dtype"] if vectors else str(choose_dtype(arguments.dtype, device))[6:]
-        loaded = Loaded.of(arguments, dtype, device, encoder)
-        if vectors is None:
-            vectors = folder.agreed(loaded.described(arguments, settings, digest, columns, files))
-            check_same(vectors, settings, folder.url)
-            if vectors["dtype"] != loaded.encoder.dtype_name:  # of a process that came before
-                loaded = Loaded.of(arguments, vectors["dtype"], device)
-        places, start = {file: place for place, file in enumerate(files)}, time.perf_counter()
-
-        def wanted(file, part):
-            return (file, part) not in parts and shard.owns(places[file], part, len(files))
-
-        total = None
-        if progress_bar and shard.count == 1:
-            there = sum(part.texts for (file, _), part in parts.items() if file in todo)
-            total = sum(map(data.count_rows, todo)) - there
-        with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
-            work = encode_files(loaded, arguments, vectors, folder, todo, wanted, bar.update)
-            for texts, tokens in work:
-                run["encoded_texts"] += texts
-                run["encoded_tokens"] += tokens
-        run["seconds"] = time.perf_counter() - start
-        parts = folder.parts(files, settings)
-    summary = {
-        "texts": sum(part.texts for part in parts.values()),
-        "vectors": sum(part.vectors for part in parts.values()),
-        "cut": Cut.total(part.cut for part in parts.values()),
-        "files": {file.name: file.size for file in files},
-        "missing": [file.name for file in files if not _is_complete(file, parts)],
-    }
-    if not summary["missing"]:
-        clear(folder.filesystem, folder.place(""))
-    if is_file and not summary["missing"]:
-        names = [part_name(*key) for file in files for key in sorted(parts) if key[0] == file]
-        metadata = {ABOUT: json.dumps(vectors), INPUT: json.dumps(summary)}
-        folder.join(names, output, schema_of(vectors), metadata)
-        folder.remove(output)
-    return summary | run
-
-
-def _checked(arguments, shard):
-    """(the input's files, the output as text) of arguments that can be gone with."""
-    source, output = arguments.source, arguments.output.rstrip("/")
-    single = output.endswith(".parquet")
-    if not single and Path(output).suffix.lower() in _OTHER_FORMATS:
-        raise UserError(f"OUTPUT must be a folder or end in .parquet, got {output}.")
-    if single and shard.count > 1:
-        raise UserError(
-            "one file is made by one process; give a folder as OUTPUT to share parts out"
+    run: dict[str, Any] = {}
+    if not all(_is_complete(file, parts) for file in files):
+        run = _encode_missing(
+            options, settings, digest, shard, files, folder, parts, progress_bar, encoder
         )
+        manifest = folder.read_manifest()
+        parts = folder.parts(files, settings)
+
+    summary = EncodeSummary(
+        texts=sum(part.texts for part in parts.values()),
+        embeddings=sum(part.embeddings for part in parts.values()),
+        truncation=sum((part.truncation for part in parts.values()), Truncation()),
+        files={file.name: file.size for file in files},
+        missing=[file.name for file in files if not _is_complete(file, parts)],
+        **run,
+    )
+    if not summary.missing:
+        clear(folder.filesystem, folder.path_of(""))
+        if is_file and manifest is not None:
+            _join(folder, output, manifest, summary, files, parts)
+    return summary
+
+
+def _encode_missing(
+    options: EncodeOptions,
+    settings: dict[str, Any],
+    digest: str,
+    shard: Shard,
+    files: Sequence[data.File],
+    folder: Folder,
+    parts: Parts,
+    progress_bar: bool,
+    encoder: "PackedEncoder | None",
+) -> dict[str, Any]:
+    """Encode the missing parts of this shard, and return the summary's fields about the run."""
+    manifest = folder.read_manifest()
+    columns = copied_columns(options, files) if manifest is None else None
+
+    # A run with nothing left to do ends without importing torch.
+    import torch
+
+    from ..common.loading import choose_device, choose_dtype
+    from .corpus_encoder import CorpusEncoder
+    from .parts import encode_files
+
+    device = str(choose_device(options.inference.device))
+    if shard.count > 1 and device == "cuda" and options.inference.shard is None:
+        device = f"cuda:{shard.local % torch.cuda.device_count()}"
+    if manifest is None:
+        dtype = str(choose_dtype(options.inference.dtype, device)).removeprefix("torch.")
+    else:
+        dtype = manifest.dtype
+    corpus_encoder = CorpusEncoder(options, dtype, device, encoder)
+
+    if manifest is None:
+        assert columns is not None
+        new_manifest = corpus_encoder.manifest(settings, digest, columns, files)
+        manifest = folder.write_manifest(new_manifest)
+        manifest.check_settings(settings, folder.url)
+        if manifest.dtype != corpus_encoder.encoder.dtype_name:
+            # Another process wrote its manifest first, with another measurement.
+            corpus_encoder = CorpusEncoder(options, manifest.dtype, device)
+
+    indices = {file: index for index, file in enumerate(files)}
+
+    def is_wanted(file: data.File, part: int) -> bool:
+        return (file, part) not in parts and shard.owns(indices[file], part, len(files))
+
+    todo = [file for file in files if not _is_complete(file, parts)]
+    total = None
+    if progress_bar and shard.count == 1:
+        finished = sum(part.texts for (file, _), part in parts.items() if file in todo)
+        total = sum(map(data.count_rows, todo)) - finished
+
+    texts = 0
+    tokens = 0
+    start = time.perf_counter()
+    with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
+        blocks = encode_files(corpus_encoder, manifest, folder, todo, is_wanted, bar.update)
+        for block_texts, block_tokens in blocks:
+            texts += block_texts
+            tokens += block_tokens
+    seconds = time.perf_counter() - start
+    return {"encoded_texts": texts, "encoded_tokens": tokens, "seconds": seconds}
+
+
+def _check_paths(options: EncodeOptions, shard: Shard) -> tuple[list[data.File], str]:
+    """Return the input files and the output.
+
+    Raises:
+        UserError: If the paths cannot be used.
+    """
+    source = options.corpus.source
+    output = options.corpus.output.rstrip("/")
+    is_file = output.endswith(".parquet")
+    if not is_file and Path(output).suffix.lower() in _OTHER_FORMATS:
+        raise UserError(
+            f"`output` must be a directory or end in .parquet, got {output}. Convert the parquet "
+            "file afterwards if you need another format."
+        )
+    if is_file and shard.count > 1:
+        raise UserError(
+            "`output` must be a directory for several shards, got a .parquet file. Parts are "
+            "distributed over processes in a directory only."
+        )
+
     files = data.files(source)
-    apart(output, *([source] if not set("*?[") & {*source} else []))
-    if Path(arguments.model).exists():
-        apart(output, arguments.model)
+    is_glob = bool(set("*?[") & {*source})
+    apart(output, *([] if is_glob else [source]))
+    if Path(options.model.model).exists():
+        apart(output, options.model.model)
+
     stems = [part_stem(file) for file in files]
-    if twice := [file.name for file in files if stems.count(part_stem(file)) > 1]:
-        raise UserError(f"the parts of {listed(twice)} would have the same names; rename a file")
+    duplicates = [file.name for file in files if stems.count(part_stem(file)) > 1]
+    if duplicates:
+        raise UserError(
+            f"input files must have different names without their suffixes, got "
+            f"{listed(duplicates)}. Rename a file."
+        )
     return files, output
 
 
-def _finished(output, settings, files):
-    """The summary of an output file that holds these very texts; None where there is no file.
+def _finished_file(
+    output: str, settings: dict[str, Any], files: Sequence[data.File]
+) -> EncodeSummary | None:
+    """Return the summary of an output file of these texts, None if the file does not exist.
 
     Raises:
-        UserError: another file is there.
+        UserError: If the output is another file.
     """
     filesystem, path = fsspec.url_to_fs(output)
     filesystem.invalidate_cache()
     if not filesystem.exists(path):
         return None
-    _, vectors, summary = read_metadata(filesystem, path, ABOUT, INPUT)
-    check_same(vectors, settings, output)
+
+    _, manifest, summary = read_metadata(filesystem, path, MANIFEST_KEY, SUMMARY_KEY)
+    Manifest.from_json(manifest, output).check_settings(settings, output)
     if summary["files"] != {file.name: file.size for file in files}:
+        names = listed([file.name for file in files], 5)
         raise UserError(
-            f"{output} is there already, of {listed(summary['files'], 5)}; only folders are added "
-            f"to: remove it yourself (rm -r {output}), or choose another output"
+            f"{output} must contain the texts of {names} as they are now, got an earlier output of "
+            f"{listed(summary['files'], 5)}. Remove it (rm -r {output}), or use a directory as "
+            "output, to which texts can be added."
         )
-    return summary | {"cut": Cut(*summary["cut"])}
+    truncation = Truncation(**summary.pop("truncation"))
+    return EncodeSummary(**summary, truncation=truncation)
 
 
-def _is_complete(file, parts):
-    """Whether all parts of a file are there."""
+def _join(
+    folder: Folder,
+    output: str,
+    manifest: Manifest,
+    summary: EncodeSummary,
+    files: Sequence[data.File],
+    parts: Parts,
+) -> None:
+    """Write all parts as one file, and remove them."""
+    names = [part_name(*key) for file in files for key in sorted(parts) if key[0] == file]
+    about = dataclasses.asdict(summary)
+    for name in ("encoded_texts", "encoded_tokens", "seconds"):
+        del about[name]
+    metadata = {MANIFEST_KEY: manifest.to_json(), SUMMARY_KEY: json.dumps(about)}
+    folder.join(names, output, manifest.arrow_schema, metadata)
+    folder.remove(output)
+
+
+def _is_complete(file: data.File, parts: Parts) -> bool:
+    """Return whether all parts of a file exist."""
     number = 0
     while part := parts.get((file, number)):
         if part.last:
@@ -231,31 +364,9 @@ def _is_complete(file, parts):
     return False
 
 
-def main(argv=None):
-    """`neobert encode SOURCE OUTPUT --model MODEL`; returns the exit code."""
-    (arguments,) = OPTIONS["encode"].read(argv or [])
-    print(described(arguments.output, encode(arguments)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert encode`, and return the exit code."""
+    options = OPTIONS["encode"].read(argv or [])
+    log_options(options)
+    print(encode(options).describe(options.corpus.output))
     return 0
-
-
-def described(output, summary):
-    """What the last line says of the summary of `encode`."""
-    cut, missing = summary["cut"], summary["missing"]
-    windows, lost, state = "", "none cut", "all parts are there"
-    if summary["vectors"] != summary["texts"]:
-        windows = f" in {summary['vectors']:,} windows"
-    if cut.texts:
-        lost = f"{cut.texts:,} texts cut by {cut.tokens:,} tokens"
-    if missing:
-        state = f"{listed(missing, 3)} lack parts, which other shards or this command make"
-    work = "nothing new to encode"
-    if summary["encoded_texts"]:
-        rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
-        work = (
-            f"this run {summary['encoded_texts']:,} texts of {summary['encoded_tokens']:,} tokens "
-            f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s)"
-        )
-    return (
-        f"{output}: {summary['texts']:,} texts{windows}; {work}; {lost}, the longest has "
-        f"{cut.longest:,} tokens; {state}"
-    )

@@ -1,11 +1,11 @@
-"""The folder that `neobert encode` writes, on a disk or in an object store: parts, each complete or
-not there, and `_vectors.json`, which says what made their vectors.
+"""Output directory of `neobert encode`, on a disk or in an object store.
 
-A part that is there is done: whoever comes lists the folder and knows what is missing. The names
-of all else begin with "_" or ".", which readers of parquet folders pass over.
+It contains the parts, each complete or absent, and `_metadata.json`, the manifest of their
+embeddings. A part that exists is finished, so any process can list the directory and knows what is
+missing. The names of all other files start with "_" or ".", which readers of parquet directories
+skip.
 """
 
-import base64
 import contextlib
 import errno
 import glob
@@ -14,53 +14,39 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import IO, Any
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
 
-from ..common.errors import UserError, one_line, shortened
+from ..common.data import File
+from ..common.errors import UserError, one_line
+from .manifest import Manifest, Truncation
 
 
-VECTORS = "_vectors.json"
-# Keys in the metadata of a part and of an output file: what made the vectors, and a `Part`.
-ABOUT, PART = "neobert_vectors", "neobert_part"
-
-
-class Cut(NamedTuple):
-    """What the limit on the tokens of a text cost."""
-
-    texts: int  # that are longer than the limit
-    tokens: int  # of theirs that were not read
-    longest: int  # tokens of the longest text
-
-    @classmethod
-    def of(cls, tokens, lengths):
-        """Of texts that have these tokens left of so many."""
-        lost = [length - len(ids) for ids, length in zip(tokens, lengths)]
-        return cls(sum(count > 0 for count in lost), sum(lost), max(lengths, default=0))
-
-    @classmethod
-    def total(cls, counts):
-        texts, tokens, longest = zip((0, 0, 0), *counts)
-        return cls(sum(texts), sum(tokens), max(longest))
+MANIFEST = "_metadata.json"
+_EARLIER_MANIFEST = "_vectors.json"
+# Keys in the metadata of parquet files: the manifest, and a `Part`.
+MANIFEST_KEY = "neobert_vectors"
+PART_KEY = "neobert_part"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a part says of itself.
+    """Description of a part, stored in its metadata.
 
     Attributes:
-        file: name of its input file, below the source.
-        size: bytes of that file.
-        number: of the part in that file, from 0.
-        last: whether the file ends with it.
-        texts: its texts.
-        cut: `Cut` of them.
-        vectors: its rows, which of windows are more.
+        file: Name of the input file, relative to the source.
+        size: Size of the input file in bytes.
+        number: Index of the part in the input file.
+        last: Whether the input file ends with the part.
+        texts: Number of texts.
+        truncation: Truncation statistics.
+        embeddings: Number of rows, which is larger than that of texts for windows.
     """
 
     file: str
@@ -68,26 +54,35 @@ class Part:
     number: int
     last: bool
     texts: int
-    cut: Cut
-    vectors: int
+    truncation: Truncation
+    embeddings: int
 
 
-def part_stem(file):
-    """The name of the parts of a `common.data.File`, without their numbers."""
-    return file.name[: file.name.lower().rindex(file.format)].replace("/", "-")
+Parts = dict[tuple[File, int], Part]
 
 
-def part_name(file, number):
+def part_stem(file: File) -> str:
+    """Return the name of the parts of an input file, without their numbers."""
+    return file.name[: file.name.lower().rindex(file.format or "")].replace("/", "-")
+
+
+def part_name(file: File, number: int) -> str:
+    """Return the file name of a part."""
     return f"{part_stem(file)}-{number:05d}.parquet"
 
 
 @contextlib.contextmanager
-def new_file(filesystem, path):
-    """A binary file that becomes `path` when the block ends well: a hard link, in an object store
-    one upload. Of several processes that make it at once the file of the first one stays."""
+def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
+    """Open a binary file that appears at `path`, complete, when the block ends without an error.
+
+    It appears by a hard link, in an object store by one upload. If several processes write the same
+    file, the file of the first one stays.
+    """
     folder, name = os.path.split(path)
-    if local := is_local(filesystem):
+    local = is_local(filesystem)
+    if local:
         os.makedirs(folder, exist_ok=True)
+
     with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder if local else None) as work:
         temporary = os.path.join(work, name)
         try:
@@ -100,10 +95,12 @@ def new_file(filesystem, path):
             if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
                 error.filename = path
             raise
+
         if local:
             try:
                 os.link(temporary, path)
-            except OSError:  # it is there, or this is a disk without such links
+            except OSError:
+                # The file exists, or the disk has no hard links.
                 if not os.path.exists(path):
                     os.replace(temporary, path)
         else:
@@ -111,117 +108,132 @@ def new_file(filesystem, path):
                 filesystem.put_file(temporary, path, mode="create")
 
 
-def clear(filesystem, path):
-    """Removes what killed processes left of a file, or with "FOLDER/" of all files of a folder."""
+def clear(filesystem: Any, path: str) -> None:
+    """Remove temporary files of killed processes: of a file, or of all files in "FOLDER/"."""
     if is_local(filesystem):
         folder, name = map(glob.escape, os.path.split(path))
         for left in glob.glob(f"{folder}/.{name}*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def is_local(filesystem):
+def is_local(filesystem: Any) -> bool:
+    """Return whether a file system is that of this machine."""
     return "file" in filesystem.protocol
 
 
-def read_metadata(filesystem, path, *keys):
-    """(rows, the JSON under each of `keys`) of a parquet file of `neobert encode`.
+def read_metadata(filesystem: Any, path: str, *keys: str) -> tuple[Any, ...]:
+    """Return the number of rows of a parquet file and the JSON values of its metadata keys.
 
     Raises:
-        UserError: it is not one.
+        UserError: If the file is damaged or has no such keys.
     """
     try:
         with filesystem.open(path, "rb") as file:
-            read = pyarrow.parquet.read_metadata(file)
-        return read.num_rows, *(json.loads(read.metadata[key.encode()]) for key in keys)
+            metadata = pyarrow.parquet.read_metadata(file)
+        values = [json.loads(metadata.metadata[key.encode()]) for key in keys]
     except (OSError, KeyError, ValueError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(
-            f"{path} is there, and not of neobert encode or damaged ({one_line(error)}); remove it "
-            "yourself, or choose another output"
+            f"{path} must be an output of neobert encode, got a file that is not, or is damaged "
+            f"({one_line(error)}). Remove the file, or choose another output."
         ) from error
-
-
-def schema_of(vectors):
-    """The Arrow schema of the parts that `vectors`, the content of `_vectors.json`, describes."""
-    return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(vectors["schema"])))
+    return metadata.num_rows, *values
 
 
 class Folder:
-    """The folder at a path or URL, which need not be there yet."""
+    """Output directory at a path or URL, which may not exist yet."""
 
-    def __init__(self, url):
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.filesystem, self.path = fsspec.url_to_fs(self.url)
 
-    def names(self):
-        """Names of what is in it, a list."""
+    def names(self) -> list[str]:
+        """Return the names of the files in the directory."""
         self.filesystem.invalidate_cache()
         if not self.filesystem.isdir(self.path):
             return []
         return [path.rpartition("/")[2] for path in self.filesystem.ls(self.path, detail=False)]
 
-    def place(self, name):
+    def path_of(self, name: str) -> str:
+        """Return the path of a file in the directory."""
         return f"{self.path}/{name}"
 
-    def vectors(self):
-        """What made the vectors, a dict; None in a folder that is new.
+    def read_manifest(self) -> Manifest | None:
+        """Return the manifest, None for a new directory.
 
         Raises:
-            UserError: the folder holds something else.
+            UserError: If the directory contains other files.
         """
         names = self.names()
-        if VECTORS in names:
-            return json.loads(self.filesystem.cat_file(self.place(VECTORS)))
+        if MANIFEST in names:
+            content = json.loads(self.filesystem.cat_file(self.path_of(MANIFEST)))
+            return Manifest.from_json(content, self.url)
+        if _EARLIER_MANIFEST in names:
+            raise UserError(
+                f"{self.url} must contain {MANIFEST}, got {_EARLIER_MANIFEST} of an earlier "
+                "version. Its embeddings can be read; to add texts, choose another output."
+            )
         if not all(name.startswith((".", "_")) for name in names):
             raise UserError(
-                f"{self.url} holds files and no {VECTORS}, so they are not of neobert encode; "
-                "choose another folder"
+                f"{self.url} must be new or an output of neobert encode, got a directory with "
+                f"files and without {MANIFEST}. Choose another output."
             )
         if self.filesystem.isfile(self.path):
-            raise UserError(f"{self.url} is a file; choose another name")
+            raise UserError(f"{self.url} must be a directory, got a file. Choose another output.")
         return None
 
-    def agreed(self, vectors):
-        """`vectors`, or what another process wrote of its own before this one."""
-        with new_file(self.filesystem, self.place(VECTORS)) as file:
-            file.write(json.dumps(vectors, ensure_ascii=False, indent=1).encode())
-        return self.vectors()
+    def write_manifest(self, manifest: Manifest) -> Manifest:
+        """Write the manifest, unless another process did, and return the one in the directory."""
+        with new_file(self.filesystem, self.path_of(MANIFEST)) as file:
+            file.write(manifest.to_json().encode())
+        written = self.read_manifest()
+        assert written is not None
+        return written
 
-    def parts(self, files, settings):
-        """{(File, number): Part} of the parts of `files` that are there.
+    def parts(self, files: Sequence[File], settings: Mapping[str, Any]) -> Parts:
+        """Return the finished parts of input files.
 
         Args:
-            settings: that they must have been made with.
-        Raises:
-            UserError: a part is of another input or of other vectors, or cannot be read.
-        """
-        names = {part_stem(file): file for file in files}
-        matches = [re.fullmatch(r"(.+)-(\d{5,})\.parquet", name) for name in self.names()]
-        keys = [
-            (names[match[1]], int(match[2])) for match in matches if match and match[1] in names
-        ]
-        with ThreadPoolExecutor(16) as pool:
-            return dict(zip(keys, pool.map(lambda key: self._part(*key, settings), keys)))
+            files: Input files.
+            settings: Settings that the parts must have.
 
-    def _part(self, file, number, settings):
-        place = self.place(part_name(file, number))
-        rows, about, part = read_metadata(self.filesystem, place, ABOUT, PART)
-        check_same(about, settings, place)
+        Raises:
+            UserError: If a part has other settings or another input, or cannot be read.
+        """
+        stems = {part_stem(file): file for file in files}
+        keys = []
+        for name in self.names():
+            match = re.fullmatch(r"(.+)-(\d{5,})\.parquet", name)
+            if match and match[1] in stems:
+                keys.append((stems[match[1]], int(match[2])))
+        with ThreadPoolExecutor(16) as pool:
+            return dict(zip(keys, pool.map(lambda key: self._read_part(*key, settings), keys)))
+
+    def _read_part(self, file: File, number: int, settings: Mapping[str, Any]) -> Part:
+        path = self.path_of(part_name(file, number))
+        rows, manifest, part = read_metadata(self.filesystem, path, MANIFEST_KEY, PART_KEY)
+        Manifest.from_json(manifest, path).check_settings(settings, path)
         if (part["file"], part["size"]) != (file.name, file.size):
             raise UserError(
-                f"{place} was made of {part['file']} of {part['size']:,} bytes, but {file.url} has "
-                f"{file.size:,}; remove the parts of this file, or put new texts into a file of "
-                "their own"
+                f"{path} was made of {part['file']} of {part['size']:,} bytes, but {file.url} has "
+                f"{file.size:,}. Remove the parts of this file, or put new texts into a new file."
             )
-        return Part(**{**part, "cut": Cut(*part["cut"])}, vectors=rows)
+        truncation = Truncation(**part.pop("truncation"))
+        return Part(**part, truncation=truncation, embeddings=rows)
 
-    def join(self, names, output, schema, metadata):
-        """Writes parts as one file.
+    def join(
+        self,
+        names: Sequence[str],
+        output: str,
+        schema: pyarrow.Schema,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write parts as one file.
 
         Args:
-            names: of the parts, in the order of the file.
-            output: path or URL of the file.
-            schema: of the parts.
-            metadata: {key: text} of the file.
+            names: File names of the parts, in the order of the rows.
+            output: Path or URL of the file.
+            schema: Schema of the parts.
+            metadata: Metadata of the file.
         """
         with (
             new_file(*fsspec.url_to_fs(output)) as file,
@@ -230,29 +242,14 @@ class Folder:
             ) as writer,
         ):
             for name in names:
-                with self.filesystem.open(self.place(name), "rb") as opened:
+                with self.filesystem.open(self.path_of(name), "rb") as opened:
                     part = pyarrow.parquet.ParquetFile(opened)
                     for group in range(part.num_row_groups):
                         writer.write_table(part.read_row_group(group).cast(schema))
             writer.add_key_value_metadata(metadata)
 
-    def remove(self, output):
-        """Removes the folder, whose parts are in the file `output`, and what is left of that."""
+    def remove(self, output: str) -> None:
+        """Remove the directory after its parts were joined, and temporary files of `output`."""
         if self.names():
             self.filesystem.rm(self.path, recursive=True)
         clear(*fsspec.url_to_fs(output))
-
-
-def check_same(vectors, settings, place):
-    """Raises UserError unless vectors were made with `settings`.
-
-    Args:
-        vectors: what made those that are in `place`.
-    """
-    for name, value in settings.items():
-        if (other := vectors.get("settings", {}).get(name)) != value:
-            other, value = (shortened(json.dumps(one), 200) for one in (other, value))
-            raise UserError(
-                f"{place} has vectors of {name.replace('_', ' ')} {other}, but {value} was given; "
-                "give the same, or choose another output"
-            )

@@ -1,121 +1,154 @@
 """Options of `neobert encode`. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.constants import DTYPES
 from ..common.errors import UserError
-from ..embeddings.options import TOKENS_HELP, EncoderOptions
+from ..common.options import OptionGroup, OptionParser, option
+from ..embeddings.options import BATCH_TOKENS_HELP, EncoderGroup
 
 
-@dataclass(kw_only=True)
-class CorpusOptions(Arguments):
-    """What is encoded, by which model."""
+@dataclass(frozen=True)
+class CorpusOptions(OptionGroup):
+    """Input and output."""
+
+    title = "Data"
 
     source: str = option(
-        help=(
-            "texts (.jsonl, .parquet, .csv, .tsv, .txt): a file, a folder, a glob or a URL of them"
-        ),
+        help="Texts (.jsonl, .parquet, .csv, .tsv, .txt): a file, a directory, a glob or a URL.",
         positional=True,
-        free=True,
+        affects_results=False,
     )
     output: str = option(
-        help="a folder of parquet files, one file (.parquet), or the URL of either",
+        help="Output: a directory of parquet files, a single .parquet file, or the URL of either.",
         positional=True,
-        free=True,
+        affects_results=False,
     )
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
-    text_column: str = option("text", "column that holds the text")
-    prompt_name: str | None = option(
-        None, "name of one of the model's prompts to put before each text"
-    )
-    prompt: str | None = option(None, "text to put before each text")
-
-
-@dataclass(kw_only=True)
-class LongTextOptions(Arguments):
-    """What is done with texts that are longer than the model reads."""
-
-    long_texts: str = option(
-        "cut",
-        "cut: a vector a text, of its beginning; windows: a vector for each part of a text",
-        choices=("cut", "windows"),
-    )
-    window: int | None = option(
-        None, "most tokens of a window; 256, or as many as the model reads if less", least=1
-    )
-    overlap: int | None = option(
-        None, "most tokens that neighbouring windows share; an eighth of a window", least=0
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.long_texts == "cut":
-            for name in ("window", "overlap"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"{name} is for windows; give long_texts windows too")
-
-
-@dataclass(kw_only=True)
-class VectorOptions(Arguments):
-    """What is written."""
-
+    text_column: str = option("text", "Column that contains the texts.", metavar="NAME")
     keep: list[str] | None = option(
         None,
         "Columns to copy with their types; NAME:text copies a column as text. By default `id`, if "
         "the input has this column.",
+        metavar="NAME",
     )
-    normalize: bool = option(False, "scale the vectors to length 1")
-    output_dtype: str = option(
+    rows: Annotated[int, Meta(ge=1)] = option(
+        8192, "Maximum number of rows of an input file in one part of the output."
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Model and the prompt before each text."""
+
+    title = "Model"
+
+    model: str = option(
+        help="Sentence encoder, or encoder without a pooling module: a directory or a Hub name.",
+        metavar="NAME",
+    )
+    prompt_name: str | None = option(
+        None, "Name of a prompt of the model to prepend to each text.", metavar="NAME"
+    )
+    prompt: str | None = option(None, "Prompt to prepend to each text.")
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt_name is not None:
+            raise UserError("`prompt` and `prompt_name` cannot be combined. Pass one of them.")
+
+
+@dataclass(frozen=True)
+class LongTextOptions(OptionGroup):
+    """Treatment of texts that are longer than the limit of the model."""
+
+    title = "Long texts"
+
+    long_texts: Literal["truncate", "windows"] = option(
+        "truncate",
+        "truncate: truncate long texts, one embedding per text. windows: one embedding per window "
+        "of the text.",
+    )
+    window: Annotated[int, Meta(ge=1)] | None = option(
+        None,
+        "Maximum window size in tokens. By default 256, or the limit of the model if it is lower.",
+    )
+    overlap: Annotated[int, Meta(ge=0)] | None = option(
+        None,
+        "Maximum overlap of neighboring windows in tokens. By default one eighth of the window.",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("window", "overlap"):
+            if self.long_texts == "truncate" and getattr(self, name) is not None:
+                raise UserError(f"`{name}` requires `--long-texts windows`.")
+
+
+@dataclass(frozen=True)
+class EmbeddingOptions(OptionGroup):
+    """Form of the embeddings in the output."""
+
+    title = "Embeddings"
+
+    normalize: bool = option(False, "Normalize the embeddings to unit length.")
+    output_dtype: Literal["float32", "float16", "int8", "binary"] = option(
         "float32",
-        "of the vectors in the output; int8 is a quarter of float32, binary, a bit a dimension, "
-        "a 32nd",
-        choices=("float32", "float16", "int8", "binary"),
+        "Precision of the stored embeddings. int8 takes 1/4 of the space of float32, binary 1/32 "
+        "(one bit per dimension).",
     )
-    truncate_dim: int | None = option(
-        None, "dimensions to keep, the first ones; for models trained for it", least=1
+    truncate_dim: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Number of leading dimensions to keep, for models that were trained for truncation."
     )
 
 
-@dataclass(kw_only=True)
-class WorkOptions(Arguments):
-    """How the work is done and shared out."""
+@dataclass(frozen=True)
+class InferenceOptions(OptionGroup):
+    """Precision, device, batches and distribution of the work."""
 
-    dtype: str = option(
+    title = "Inference"
+
+    dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "auto",
-        "of the model; auto takes the fastest of floating point by a measurement, int8 is for "
-        "NeoBERT on a CPU",
-        choices=DTYPES,
+        "Precision of the model. auto is float16 on CUDA and elsewhere the fastest of the "
+        "floating-point types by a short measurement. int8 is for NeoBERT on a CPU.",
     )
     device: str | None = option(
-        None, "cpu, cuda, cuda:1, ...; under a launcher each process has a GPU", free=True
+        None,
+        "Device: cpu, cuda, cuda:1, ... Under a launcher, each process uses its own GPU.",
+        metavar="NAME",
+        affects_results=False,
     )
-    tokens_per_batch: int | None = option(None, TOKENS_HELP, free=True, least=1)
-    rows: int = option(8192, "most rows of an input file in a part", least=1)
+    batch_tokens: Annotated[int, Meta(ge=1)] | None = option(
+        None, BATCH_TOKENS_HELP, affects_results=False
+    )
     shard: str | None = option(
         None,
-        "share of the parts, from 0/n to n-1/n; by default that of a process of torchrun, "
-        "accelerate or srun",
-        free=True,
+        "Shard of the parts to encode, from 0/n to n-1/n. By default the rank of the process "
+        "under torchrun, accelerate or srun.",
+        metavar="I/N",
+        affects_results=False,
     )
 
 
-@dataclass(kw_only=True)
-class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOptions, CorpusOptions):
+@dataclass(frozen=True)
+class EncodeOptions:
     """Options of `neobert encode`."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.prompt is not None and self.prompt_name is not None:
-            raise UserError("give either prompt or prompt_name, not both")
+    corpus: CorpusOptions
+    model: ModelOptions
+    encoder: EncoderGroup = EncoderGroup()
+    long_texts: LongTextOptions = LongTextOptions()
+    embeddings: EmbeddingOptions = EmbeddingOptions()
+    inference: InferenceOptions = InferenceOptions()
 
 
 OPTIONS = {
-    "encode": Options(
+    "encode": OptionParser(
         "neobert encode",
-        "Embeddings of a corpus of any size, in constant memory, by several processes, GPUs or "
-        "machines. An interrupted run continues.",
-        (EncodeArguments,),
-        "neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
+        "Compute the embeddings of a corpus of any size in constant memory, with any number of "
+        "processes, GPUs or machines. An interrupted run resumes.",
+        EncodeOptions,
+        "neobert encode texts.jsonl embeddings.parquet --model examples/sentence-encoder",
     ),
 }

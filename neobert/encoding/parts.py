@@ -1,218 +1,155 @@
-"""A part of `neobert encode`: a range of the rows of one input file, its texts tokenized, sorted by
-length and packed into batches, its vectors written in the order of the rows."""
+"""Parts of an output of `neobert encode`.
 
-import base64
+A part is a range of the rows of one input file. Its texts are tokenized, sorted by length and
+packed into batches, and its embeddings are written in the order of the rows.
+"""
+
 import functools
 import itertools
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from ..common import __version__
 from ..common.data import File, numbered_rows
 from ..common.errors import UserError
-from .columns import PLACES, column_array
-from ..embeddings.packed_encoder import NotFinite, PackedEncoder
-from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
-from .folder import ABOUT, PART, Cut, new_file, part_name, schema_of
+from ..embeddings.packed_encoder import NotFinite
+from ..embeddings.windows import Windows
+from .columns import WINDOW_COLUMNS, column_array
+from .corpus_encoder import CorpusEncoder
+from .folder import MANIFEST_KEY, PART_KEY, Folder, new_file, part_name
+from .manifest import Manifest, Truncation
 
 
-_CHARACTERS = 32_000_000  # of the texts in memory, where they are longer than usual
-_FIRST = 1000  # texts of a corpus, and vectors of them, that tell the ranges of int8
-_FIRST_CHARACTERS = 10_000  # of each of these texts
-_NUMBERS = {
-    "float32": pyarrow.float32(),
-    "float16": pyarrow.float16(),
-    "int8": pyarrow.int8(),
-    "binary": pyarrow.int8(),
-}
+# Maximum number of characters of the texts in memory, which counts where texts are very long.
+_BLOCK_CHARACTERS = 32_000_000
 
-
-class Loaded(NamedTuple):
-    """A `PackedEncoder` as the arguments use it.
-
-    Attributes:
-        encoder: `PackedEncoder`.
-        prompt: text before each text.
-        windows: `WindowSettings` where texts are not cut.
-        width: dimensions that are kept.
-        normalize: whether the vectors are scaled to length 1 after that.
-    """
-
-    encoder: PackedEncoder
-    prompt: str
-    windows: WindowSettings | None
-    width: int
-    normalize: bool
-
-    @classmethod
-    def of(cls, arguments, dtype, device, encoder=None):
-        encoder = encoder or PackedEncoder.from_arguments(arguments, device, dtype)
-        for name, most in (("max_length", encoder.max_length), ("truncate_dim", encoder.width)):
-            if (value := getattr(arguments, name) or 0) > (most or np.inf):
-                raise UserError(
-                    f"{name} must be at most the {most:,} of the model, but {value:,} was given"
-                )
-        prompt, windows = arguments.prompt, None
-        if prompt is None:
-            prompt = encoder.prompt(arguments.prompt_name)
-        if arguments.long_texts == "windows":
-            windows = WindowSettings.of(encoder, prompt, arguments.window, arguments.overlap)
-        # A part of a vector of length 1 is shorter.
-        normalize = arguments.normalize or bool(arguments.truncate_dim and encoder.normalizes)
-        return cls(encoder, prompt, windows, arguments.truncate_dim or encoder.width, normalize)
-
-    def described(self, arguments, settings, digest, columns, files):
-        """What makes the vectors, in JSON types.
-
-        Args:
-            settings: that all parts share, and with which a run goes on.
-            digest: of the model.
-            columns: Arrow schema of the columns to copy.
-            files: of the input, on whose first texts the ranges of int8 are found.
-        """
-        encoder, folder = self.encoder, Path(arguments.model)
-        config = getattr(encoder.sentence_transformer[0].auto_model, "config", None)
-        fields, output_dtype = list(columns), arguments.output_dtype
-        if self.windows is not None:
-            kinds = (pyarrow.string(), *[pyarrow.int64()] * 3)
-            fields += [pyarrow.field(name, kind) for name, kind in zip(PLACES, kinds)]
-        size = -(-self.width // 8) if output_dtype == "binary" else self.width
-        vector = pyarrow.list_(_NUMBERS[output_dtype], size)
-        schema = pyarrow.schema([*fields, pyarrow.field("embedding", vector)])
-        return {
-            "model": folder.resolve().name if folder.exists() else arguments.model,
-            "revision": None if folder.exists() else getattr(config, "_commit_hash", None),
-            "digest": digest,
-            "pooling": encoder.pooling,
-            "normalized": self.normalize or encoder.normalizes,
-            "prompt": self.prompt,
-            "max_length": encoder.max_length,
-            "long_texts": "cut" if self.windows is None else asdict(self.windows),
-            "dtype": encoder.dtype_name,
-            "output_dtype": output_dtype,
-            "width": self.width,
-            "version": __version__,
-            "settings": settings,
-            "ranges": self.ranges(files, arguments) if output_dtype == "int8" else None,
-            "schema": base64.b64encode(schema.serialize()).decode(),
-        }
-
-    def tokenize(self, texts):
-        """(`Windows`, `Cut`) of texts."""
-        lengths = []
-        if self.windows is None:
-            tokens = self.encoder.tokenize(texts, self.prompt, lengths)
-            return Windows(tokens, np.arange(len(texts))), Cut.of(tokens, lengths)
-        windows = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
-        return windows, Cut(0, 0, max(lengths, default=0))
-
-    def embed(self, tokens, progress=None):
-        """Vectors, (N, width) float32; see `PackedEncoder.embed`."""
-        vectors = self.encoder.embed(tokens, progress, self.prompt)[:, : self.width]
-        if self.normalize:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return vectors
-
-    def ranges(self, files, arguments):
-        """[smallest, largest number of each dimension] in the first vectors of a corpus, for int8.
-        They depend on its first texts alone, so that all shards find the same."""
-        column = arguments.text_column
-        rows = (row for file in files for _, row in numbered_rows(file, [column], [column]))
-        texts = [row[column][:_FIRST_CHARACTERS] for row in itertools.islice(rows, _FIRST)]
-        windows, _ = self.tokenize(texts)
-        vectors = self.embed(windows.tokens[:_FIRST])
-        return [vectors.min(axis=0).tolist(), vectors.max(axis=0).tolist()]
+T = TypeVar("T")
 
 
 class Block(NamedTuple):
-    """Rows of a part, all of them where they are not very long.
+    """Rows of a part: all of them, unless they are very long.
 
     Attributes:
-        file, part: the input file and the number of the part in it.
-        rows: {number in the file: row}.
-        last: whether the file ends with them.
+        file: Input file.
+        part: Index of the part in the file.
+        rows: Rows, {index in the file: row}.
+        last: Whether the file ends with these rows.
     """
 
     file: File
     part: int
-    rows: dict
+    rows: dict[int, dict[str, Any]]
     last: bool
 
 
-def read_blocks(file, size, wanted, columns, text_column):
-    """Yields the `Block`s of the wanted parts of a file, read once from its beginning. A file
-    without rows is one part without rows.
+def read_blocks(
+    file: File,
+    size: int,
+    is_wanted: Callable[[int], bool],
+    columns: Sequence[str],
+    text_column: str,
+) -> Iterator[Block]:
+    """Yield the blocks of the wanted parts of a file, which is read once from its beginning.
+
+    A file without rows is one part without rows.
 
     Args:
-        size: most rows of a part.
-        wanted: called with the number of a part.
-        columns: of a row.
+        file: Input file.
+        size: Maximum number of rows of a part.
+        is_wanted: Function of the index of a part.
+        columns: Columns of a row.
+        text_column: Column that contains the text.
     """
-    number, part, rows, characters = -1, 0, {}, 0
-    for number, row in numbered_rows(file, columns, [text_column], lambda n: wanted(n // size)):
-        if rows and (number // size != part or characters > _CHARACTERS):
+    number = -1
+    part = 0
+    rows: dict[int, dict[str, Any]] = {}
+    characters = 0
+    for number, row in numbered_rows(file, columns, [text_column], lambda n: is_wanted(n // size)):
+        if rows and (number // size != part or characters > _BLOCK_CHARACTERS):
             yield Block(file, part, rows, False)
-            rows, characters = {}, 0
+            rows = {}
+            characters = 0
+
         part = number // size
-        if wanted(part):
+        if is_wanted(part):
             rows[number] = row
             characters += len(row[text_column])
-    if rows or (number < 0 and wanted(0)):
+
+    if rows or (number < 0 and is_wanted(0)):
         yield Block(file, part, rows, True)
 
 
-def encode_files(loaded, arguments, vectors, folder, files, wanted, progress):
-    """Encodes and writes the wanted parts of `files`, and yields (texts, tokens) of what is done.
-    The next block is read and tokenized while one is embedded.
+def encode_files(
+    encoder: CorpusEncoder,
+    manifest: Manifest,
+    folder: Folder,
+    files: Iterable[File],
+    is_wanted: Callable[[File, int], bool],
+    progress: Callable[[int], object],
+) -> Iterator[tuple[int, int]]:
+    """Encode the wanted parts of files, write them, and yield (texts, tokens) after each block.
+
+    The next block is read and tokenized while one is encoded.
 
     Args:
-        loaded: `Loaded`.
-        vectors: what makes them, of `Loaded.described`.
-        folder: `Folder` of the parts.
-        wanted: called with a file and the number of a part of it.
-        progress: called with the number of texts that are done after each batch.
+        encoder: Encoder of the corpus.
+        manifest: Manifest of the output.
+        folder: Directory of the parts.
+        files: Input files.
+        is_wanted: Function of an input file and the index of a part of it.
+        progress: Function that is called with the number of finished texts after each batch.
     """
-    schema = schema_of(vectors)
-    made = {"embedding", *(PLACES if loaded.windows else ())}
-    columns = [arguments.text_column, *(name for name in schema.names if name not in made)]
-    columns = list(dict.fromkeys(columns))
+    schema = manifest.arrow_schema
+    corpus = encoder.options.corpus
+    written = {"embedding", *(WINDOW_COLUMNS if encoder.windows else ())}
+    copied = [name for name in schema.names if name not in written]
+    columns = list(dict.fromkeys([corpus.text_column, *copied]))
 
-    def tokenized():
+    def tokenized() -> Iterator[tuple[Block, Windows, Truncation]]:
         for file in files:
-            mine = functools.partial(wanted, file)
-            for block in read_blocks(file, arguments.rows, mine, columns, arguments.text_column):
-                texts = [row[arguments.text_column] for row in block.rows.values()]
-                yield block, *loaded.tokenize(texts)
+            wanted = functools.partial(is_wanted, file)
+            for block in read_blocks(file, corpus.rows, wanted, columns, corpus.text_column):
+                texts = [row[corpus.text_column] for row in block.rows.values()]
+                yield block, *encoder.tokenize(texts)
 
-    for (file, part), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
-        cuts, texts = [], 0
+    for (file, number), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
+        truncation = Truncation()
+        texts = 0
         with (
-            new_file(folder.filesystem, folder.place(part_name(file, part))) as output,
-            # Vectors of floats do not compress.
+            new_file(folder.filesystem, folder.path_of(part_name(file, number))) as output,
+            # Embeddings in floating point do not compress.
             pyarrow.parquet.ParquetWriter(
                 output, schema, compression="none", use_dictionary=False
             ) as writer,
         ):
-            for block, windows, cut in blocks:
-                embedded = _embedded(loaded, block, windows, vectors, progress)
-                writer.write_table(_table(schema, block, windows, embedded))
-                cuts.append(cut)
+            for block, windows, block_truncation in blocks:
+                embeddings = _embed(encoder, block, windows, manifest, progress)
+                writer.write_table(_table(schema, block, windows, embeddings))
+                truncation += block_truncation
                 texts += len(block.rows)
                 yield len(block.rows), sum(map(len, windows.tokens))
-            about = {"file": file.name, "size": file.size, "number": part, "last": block.last}
-            about |= {"texts": texts, "cut": Cut.total(cuts)}
-            writer.add_key_value_metadata({ABOUT: json.dumps(vectors), PART: json.dumps(about)})
+
+            part = {
+                "file": file.name,
+                "size": file.size,
+                "number": number,
+                "last": block.last,
+                "texts": texts,
+                "truncation": asdict(truncation),
+            }
+            writer.add_key_value_metadata(
+                {MANIFEST_KEY: manifest.to_json(), PART_KEY: json.dumps(part)}
+            )
 
 
-def _ahead(items):
-    """The items of a generator, each made in a thread while the one before it is used."""
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items of an iterator; a thread computes the next item while one is used."""
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items, None)
         while (item := following.result()) is not None:
@@ -220,44 +157,59 @@ def _ahead(items):
             yield item
 
 
-def _embedded(loaded, block, windows, vectors, progress):
-    """The vectors of a block as they are written, (N, width), of bits (N, width / 8)."""
+def _embed(
+    encoder: CorpusEncoder,
+    block: Block,
+    windows: Windows,
+    manifest: Manifest,
+    progress: Callable[[int], object],
+) -> np.ndarray:
+    """Return the embeddings of a block as they are written: (N, dimension), of bits (N, bytes)."""
     try:
         from sentence_transformers.util.quantization import quantize_embeddings
-    except ImportError:  # before sentence-transformers 5.2
+    except ImportError:  # Versions before 5.2 have the function elsewhere.
         from sentence_transformers.quantization import quantize_embeddings
 
-    # Batches contain vectors, and the progress is that of the texts, which may have several.
-    vector_count = text_count = 0
+    # Batches contain embeddings, and the progress is that of the texts, which may have several.
+    embedding_count = 0
+    text_count = 0
 
     def advance(count: int) -> None:
-        nonlocal vector_count, text_count
-        vector_count += count
-        before, text_count = text_count, len(block.rows) * vector_count // len(windows.tokens)
+        nonlocal embedding_count, text_count
+        embedding_count += count
+        before = text_count
+        text_count = len(block.rows) * embedding_count // len(windows.tokens)
         progress(text_count - before)
 
     try:
-        embedded = loaded.embed(windows.tokens, advance)
+        embeddings = encoder.embed(windows.tokens, advance)
     except NotFinite as error:
         row = list(block.rows)[windows.rows[error.index]] + 1
         raise UserError(f"{block.file.url}, row {row:,}: {error}") from None
-    if vectors["output_dtype"] == "float16":
-        return embedded.astype(np.float16)
-    ranges = np.array(vectors["ranges"], np.float32) if vectors["ranges"] else None
-    return quantize_embeddings(embedded, vectors["output_dtype"], ranges)
+
+    if manifest.output_dtype == "float16":
+        return embeddings.astype(np.float16)
+    ranges = np.array(manifest.ranges, np.float32) if manifest.ranges else None
+    return quantize_embeddings(embeddings, manifest.output_dtype, ranges)
 
 
-def _table(schema, block, windows, vectors):
-    """The rows of a block with their vectors, a table of `schema`; those of windows with their
-    places."""
-    rows, numbers = list(block.rows.values()), pyarrow.array(vectors.reshape(-1))
-    columns = {"embedding": pyarrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])}
+def _table(
+    schema: pyarrow.Schema, block: Block, windows: Windows, embeddings: np.ndarray
+) -> pyarrow.Table:
+    """Return the rows of a block with their embeddings, and of windows with their positions."""
+    values = pyarrow.array(embeddings.reshape(-1))
+    columns: dict[str, Any] = {
+        "embedding": pyarrow.FixedSizeListArray.from_arrays(values, embeddings.shape[1])
+    }
     if windows.starts is not None:
-        names = np.full(len(windows.rows), block.file.name)
-        places = (names, np.array(list(block.rows))[windows.rows], windows.starts, windows.ends)
-        columns |= dict(zip(PLACES, map(pyarrow.array, places)))
+        columns["file"] = pyarrow.array([block.file.name] * len(windows.rows), pyarrow.string())
+        columns["row"] = pyarrow.array(np.array(list(block.rows))[windows.rows])
+        columns["start"] = pyarrow.array(windows.starts)
+        columns["end"] = pyarrow.array(windows.ends)
+
+    rows: list[Mapping[str, Any]] = list(block.rows.values())
     for field in schema:
         if field.name not in columns:
-            values = column_array([row[field.name] for row in rows], field, block.file)
-            columns[field.name] = values.take(pyarrow.array(windows.rows))
+            copied = column_array([row[field.name] for row in rows], field, block.file)
+            columns[field.name] = copied.take(pyarrow.array(windows.rows))
     return pyarrow.table({name: columns[name] for name in schema.names}, schema=schema)

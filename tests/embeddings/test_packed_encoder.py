@@ -53,7 +53,7 @@ def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, inclu
     transformer = Transformer(str(model_folder), max_seq_length=length)
     modules = [transformer, Pooling(64, pooling, include_prompt=include_prompt), Normalize()]
     model = SentenceTransformer(modules=modules, device="cpu")
-    encoder = PackedEncoder(model, tokens_per_batch=150, dtype="float32", device="cpu")
+    encoder = PackedEncoder(model, batch_tokens=150, dtype="float32", device="cpu")
     assert encoder.packs == include_prompt
     prompt = "find the cat that sat on the mat: "
     close(encoder.encode(texts, prompt), model.encode(texts, prompt=prompt))
@@ -68,14 +68,14 @@ def make_bert(folder, tokenizer_dir, positions):
 
 def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
     folder = make_bert(tmp_path, tokenizer_dir, 128)
-    encoder = PackedEncoder(folder, tokens_per_batch=200, dtype="float32", device="cpu")
+    encoder = PackedEncoder(folder, batch_tokens=200, dtype="float32", device="cpu")
     texts = texts_of_many_lengths(30)
     assert not encoder.packs, "only NeoBERT takes packed input on every attention implementation"
     close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
 
 
 def test_batches_hold_the_token_budget_and_every_text_once(reference):
-    encoder = PackedEncoder(reference, tokens_per_batch=100, dtype="float32", device="cpu")
+    encoder = PackedEncoder(reference, batch_tokens=100, dtype="float32", device="cpu")
     lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
     batches = list(encoder.batches(lengths))
     assert sorted(np.concatenate(batches)) == list(range(8)), "every text is in one batch"
@@ -104,7 +104,7 @@ def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkey
 
 
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
-    encoder = PackedEncoder(reference, tokens_per_batch=50, dtype="float32", device="cpu")
+    encoder = PackedEncoder(reference, batch_tokens=50, dtype="float32", device="cpu")
     monkeypatch.setattr(encoder, "packs", False)
     lengths = np.array([40, 10, 10, 15, 10, 40])
     batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]

@@ -3,7 +3,9 @@ folders take as one table; what is there is done, what was made otherwise is ref
 anybody else is touched."""
 
 import json
+import re
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ from neobert.common.errors import UserError
 from neobert.common.identity import model_digest
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.encoding.command import Shard, main
-from neobert.encoding.options import EncodeArguments
+from neobert.encoding.options import OPTIONS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -49,7 +51,7 @@ def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, 
 
     out, texts = tmp_path / "out", texts_of_many_lengths(70)
     summary = embed(corpus, out, model_folder, encoder, rows=16)
-    assert sorted(bits(out)) == ["_vectors.json", *(f"corpus-{i:05d}.parquet" for i in range(5))]
+    assert sorted(bits(out)) == ["_metadata.json", *(f"corpus-{i:05d}.parquet" for i in range(5))]
     table, vectors = read_parquet(out)
     expected = reference.encode(texts)
     np.testing.assert_allclose(vectors, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
@@ -58,8 +60,10 @@ def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, 
     assert pandas.read_parquet(out)["id"].tolist() == table["id"].to_pylist()
     rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
     assert rows["id"][:] == table["id"].to_pylist() and np.array_equal(rows["embedding"], vectors)
-    assert summary["missing"] == [] and summary["texts"] == summary["vectors"] == 70
-    assert summary["cut"]._asdict() == cut_of(model_folder, texts) and summary["cut"].texts > 5
+    assert summary.missing == [] and summary.texts == summary.embeddings == 70
+    assert (
+        asdict(summary.truncation) == cut_of(model_folder, texts) and summary.truncation.texts > 5
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -72,7 +76,7 @@ def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
     found = []
     for name, options in (
         ("a", {"rows": 7}),
-        ("b", {"rows": 60, "tokens_per_batch": 100}),
+        ("b", {"rows": 60, "batch_tokens": 100}),
         ("a", {"rows": 9, "shard": "1/2"}),
     ):
         out = tmp_path / f"out-{len(found)}"
@@ -118,11 +122,11 @@ def test_small_vectors_are_those_of_the_library(
     model.save_pretrained(str(tmp_path / "model"))
     options = {"output_dtype": output_dtype, "truncate_dim": dims, "rows": 16}
     embed(corpus, tmp_path / "out", tmp_path / "model", **options)
-    made = json.loads((tmp_path / "out" / "_vectors.json").read_text())
+    made = json.loads((tmp_path / "out" / "_metadata.json").read_text())
     table, found = read_parquet(tmp_path / "out")
     expected = model.encode(texts_of_many_lengths(70), truncate_dim=dims, normalize_embeddings=True)
     width = dims or 64
-    assert made["width"] == width and made["output_dtype"] == output_dtype
+    assert made["dimension"] == width and made["output_dtype"] == output_dtype
     kind = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
     size = -(-width // 8) if output_dtype == "binary" else width
     assert table.schema.field("embedding").type == pyarrow.list_(kind, size)
@@ -148,14 +152,14 @@ def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_
     for shard in ("0/2", "1/2"):
         out = tmp_path / shard.replace("/", "-")
         embed(source, out, model_folder, encoder, output_dtype="int8", shard=shard)
-        found.append((out / "_vectors.json").read_bytes())
+        found.append((out / "_metadata.json").read_bytes())
     assert found[0] == found[1]
     first = encoder.encode(texts[:1000])
     ranges = json.loads(found[0])["ranges"]
     np.testing.assert_array_equal(np.float32(ranges), (first.min(0), first.max(0)))
     write_jsonl(source / "a.jsonl", [{"text": "new"}])
     embed(source, tmp_path / "0-2", model_folder, encoder, output_dtype="int8")
-    assert (tmp_path / "0-2" / "_vectors.json").read_bytes() == found[0]
+    assert (tmp_path / "0-2" / "_metadata.json").read_bytes() == found[0]
 
 
 def test_a_json_column_of_several_types_is_copied_as_text(model_folder, encoder, tmp_path):
@@ -231,7 +235,7 @@ def test_what_made_the_vectors(corpus, model_folder, tmp_path):
     options = {"pooling": "cls", "normalize": True, "prompt": "find: ", "max_length": 20}
     options |= {"dtype": "bfloat16", "output_dtype": "float16", "rows": 40}
     embed(corpus, tmp_path / "out", model_folder, **options)
-    vectors = json.loads((tmp_path / "out" / "_vectors.json").read_text())
+    vectors = json.loads((tmp_path / "out" / "_metadata.json").read_text())
     expected = {
         "model": model_folder.name,
         "revision": None,
@@ -240,10 +244,10 @@ def test_what_made_the_vectors(corpus, model_folder, tmp_path):
         "normalized": True,
         "prompt": "find: ",
         "max_length": 20,
-        "long_texts": "cut",
+        "long_texts": "truncate",
         "dtype": "bfloat16",
         "output_dtype": "float16",
-        "width": 64,
+        "dimension": 64,
     }
     assert vectors.items() >= expected.items()
     part = pyarrow.parquet.read_metadata(tmp_path / "out" / "corpus-00001.parquet")
@@ -257,22 +261,20 @@ def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_pa
     embed(corpus, tmp_path / "parts", model_folder, encoder)
     assert pyarrow.parquet.read_table(out).equals(pyarrow.parquet.read_table(tmp_path / "parts"))
     cut = cut_of(model_folder, texts_of_many_lengths(70))
-    last = f"{cut['texts']} texts cut by {cut['tokens']:,} tokens, the longest has "
-    last += f"{cut['longest']} tokens; all parts are there\n"
+    last = f"{cut['texts']} texts truncated by {cut['tokens']:,} tokens, the longest has "
+    last += f"{cut['longest']} tokens; all parts are complete\n"
     assert "out.parquet: 70 texts; this run 70 texts of" in (told := capsys.readouterr().out)
     assert told.endswith(last)
     content = out.read_bytes()
     assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
     told = capsys.readouterr().out
     assert "70 texts; nothing new to encode" in told and told.endswith(last)
-    with pytest.raises(UserError, match='out.parquet has vectors of pooling "mean", but "cls" was'):
+    with pytest.raises(UserError, match='`pooling` must be "mean" as in .*out.parquet, got "cls".'):
         main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
     corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
-    with pytest.raises(
-        UserError, match="there already, of corpus.jsonl; only folders are added to"
-    ):
+    with pytest.raises(UserError, match="as they are now, got an earlier output of corpus.jsonl"):
         main([str(corpus), str(out), *argv, "--rows", "16"])
-    with pytest.raises(UserError, match="one file is made by one process"):
+    with pytest.raises(UserError, match="must be a directory for several shards"):
         main([str(corpus), str(out), *argv, "--shard", "0/2"])
     assert out.read_bytes() == content
 
@@ -295,7 +297,7 @@ def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder,
     (source / "c.jsonl").write_text("")  # as Spark writes
     (source / "_SUCCESS.txt").write_text("")
     summary = embed(source, out, model_folder, rows=2)  # with a model that is loaded again
-    assert (summary["texts"], summary["encoded_texts"], summary["missing"]) == (8, 0, [])
+    assert (summary.texts, summary.encoded_texts, summary.missing) == (8, 0, [])
     assert bits(out).items() > before.items() and read_parquet(out)[0].num_rows == 8
     with open(source / "a.jsonl", "a") as file:
         file.write('{"id": "x", "text": "x"}\n')
@@ -308,7 +310,7 @@ def test_nothing_is_loaded_when_nothing_is_missing(corpus, model_folder, tmp_pat
     embed(corpus, tmp_path / "out", model_folder)
     moved = shutil.copytree(model_folder, tmp_path / "the same model elsewhere")
     monkeypatch.setattr(PackedEncoder, "__init__", None)
-    assert embed(corpus, tmp_path / "out", moved)["missing"] == []
+    assert embed(corpus, tmp_path / "out", moved).missing == []
 
 
 CHANGES = {
@@ -331,22 +333,23 @@ def test_other_settings_are_refused_by_name_and_both_values(
     corpus, model_folder, encoder, tmp_path
 ):
     embed(corpus, tmp_path / "out", model_folder, encoder)
-    before, given = bits(tmp_path), EncodeArguments(source="a", output="b", model="c")
-    given.dtype = "float32"
+    before = bits(tmp_path)
+    values = {name: field.default for name, field in OPTIONS["encode"].fields.items()}
+    values["dtype"] = "float32"
     for name, value in CHANGES.items():
-        both = [json.dumps(one) for one in (getattr(given, name), value)]
-        label = name.replace("_", " ")
-        words = f"out has vectors of {label} {both[0]}, but {both[1]} was given".replace("[", r"\[")
-        with pytest.raises(UserError, match=words):
+        expected = f"`{name}` must be {json.dumps(values[name])} as in .*out, got "
+        with pytest.raises(UserError, match=expected + re.escape(f"{json.dumps(value)}. Use")):
             embed(corpus, tmp_path / "out", model_folder, encoder, **{name: value})
-    free = {"device": "cpu", "tokens_per_batch": 9, "shard": "0/3", "trust_remote_code": True}
-    assert embed(corpus, tmp_path / "out", model_folder, encoder, **free)["missing"] == []
+    free = {"device": "cpu", "batch_tokens": 9, "shard": "0/3", "trust_remote_code": True}
+    assert embed(corpus, tmp_path / "out", model_folder, encoder, **free).missing == []
     assert bits(tmp_path) == before
     model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(tmp_path / "model")
     digests = [model_digest(str(folder)) for folder in (model_folder, tmp_path / "model")]
-    with pytest.raises(UserError, match=f'model "{digests[0]}", but "{digests[1]}" was given'):
+    with pytest.raises(
+        UserError, match=f'`model` must be "{digests[0]}" as in .*, got "{digests[1]}"'
+    ):
         embed(corpus, tmp_path / "out", tmp_path / "model")
 
 
@@ -370,31 +373,40 @@ def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp
     part = tmp_path / "torn" / "corpus-00000.parquet"
     part.write_bytes(part.read_bytes()[:-9])
     before = bits(tmp_path)
-    with pytest.raises(UserError, match="not of neobert encode|is not a part of neobert encode"):
+    with pytest.raises(UserError, match="must be (new or )?an output of neobert encode, got"):
         embed(corpus, tmp_path / name, model_folder, encoder)
     assert bits(tmp_path) == before
 
 
 BAD = [
-    (["corpus.jsonl", "out.safetensors"], "OUTPUT must be a folder or end in .parquet"),
+    (["corpus.jsonl", "out.safetensors"], "`output` must be a directory or end in .parquet"),
     (["corpus.jsonl", "corpus.jsonl/vectors"], "in one another; choose an output elsewhere"),
     (["corpus.jsonl", "model/vectors"], "in one another; choose an output elsewhere"),
     (
         ["corpus.jsonl", "out", "--max-length", "100000"],
-        "max_length must be at most the 64 of the model, but 100,000 was given",
+        "`max_length` must be at most 64, the value of the model, got 100,000.",
     ),
-    (["corpus.jsonl", "out", "--truncate-dim", "65"], "truncate_dim must be at most the 64 of"),
+    (
+        ["corpus.jsonl", "out", "--truncate-dim", "65"],
+        "`truncate_dim` must be at most 64, the value of",
+    ),
     (["empty.txt", "out"], "empty.txt must contain at least one text, got no rows."),
     (["/dev/stdin", "out"], "must be a file, a folder, a glob or a URL, got the stream /dev/stdin"),
     (["-", "out"], "got the stream -. Write its content to a file first"),
-    (["corpus.jsonl", "out.npy"], "OUTPUT must be a folder or end in .parquet, got out.npy."),
-    (["corpus.jsonl", "out", "--text-column", "b"], "has no column 'b', only id, text, n; name it"),
+    (["corpus.jsonl", "out.npy"], "`output` must be a directory or end in .parquet, got out.npy."),
+    (
+        ["corpus.jsonl", "out", "--text-column", "b"],
+        "has no column 'b', only id, text, n. Name the",
+    ),
     (
         ["corpus.jsonl", "out", "--shard", "8/8"],
-        "shard must be i/n with i from 0 to n-1, but '?8/8",
+        "`shard` must be i/n with i from 0 to n-1, got '?8/8",
     ),
-    (["corpus.jsonl", "out", "--keep", "embedding"], "leave embedding out of --keep"),
-    (["twice", "out"], "the parts of a.b.jsonl, a.b.jsonl.gz would have the same names"),
+    (
+        ["corpus.jsonl", "out", "--keep", "embedding"],
+        "`keep` must not contain the output's own columns .*, got embedding.",
+    ),
+    (["twice", "out"], "different names without their suffixes, got a.b.jsonl, a.b.jsonl.gz."),
     (["bad.jsonl", "out"], "bad.jsonl, row 2: 'text' must be text, but is null"),
 ]
 
@@ -450,10 +462,10 @@ def test_shards_of_launchers(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")  # in a batch script without srun
-    assert Shard.of() == (0, 1, 0) and Shard.of("3/64") == (3, 64, 0)
+    assert Shard.from_text() == (0, 1, 0) and Shard.from_text("3/64") == (3, 64, 0)
     for name, value in (("PROCID", 5), ("STEP_NUM_TASKS", 8), ("LOCALID", 1)):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert Shard.of() == (5, 8, 1) and Shard.of("3/64") == (3, 64, 0)
+    assert Shard.from_text() == (5, 8, 1) and Shard.from_text("3/64") == (3, 64, 0)
     for name, value in (("RANK", 2), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
-    assert Shard.of() == (2, 4, 0), "torchrun's numbers come first"
+    assert Shard.from_text() == (2, 4, 0), "torchrun's numbers come first"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 
 import pytest
 
@@ -16,18 +17,26 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("pyarrow")
 
 import fsspec
+import numpy as np
+import pyarrow.parquet
 from helpers.contract_runs import command
 from helpers.encode_runs import (
     bits,
+    cut_of,
     embed,
     make_encoder,  # noqa: F401
     make_model_folder,  # noqa: F401
+    read_parquet,
     texts_of_many_lengths,
 )
 from helpers.jsonl import write_jsonl
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 from neobert.common.errors import UserError
+from neobert.encoding import parts
 from neobert.encoding.folder import Folder
+from neobert.encoding.manifest import Manifest
 
 
 @pytest.fixture(name="folder")
@@ -79,7 +88,7 @@ def test_eight_shards_at_once_with_random_kills(folder, model_folder, encoder, t
     assert list(codes).count(9) > 4
     for shard in range(8):
         summary = embed(folder, out, model_folder, encoder, rows=2, shard=f"{shard}/8")
-    assert summary["missing"] == [] and summary["texts"] == 70
+    assert summary.missing == [] and summary.texts == 70
     assert bits(out) == bits(tmp_path / "alone")
 
 
@@ -90,9 +99,9 @@ def test_a_shard_says_what_is_missing_and_two_make_the_same_bytes(
         embed(folder, tmp_path / "out", model_folder, encoder, rows=8, shard=f"{number}/2")
         for number in range(2)
     ]
-    assert summaries[0]["missing"] == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
-    assert summaries[1]["missing"] == []
-    texts = [summary["encoded_texts"] for summary in summaries]
+    assert summaries[0].missing == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+    assert summaries[1].missing == []
+    texts = [summary.encoded_texts for summary in summaries]
     assert sum(texts) == 70 and min(texts) > 25
     one = bits(tmp_path / "out")
     (tmp_path / "out" / "b-00001.parquet").unlink()
@@ -101,13 +110,71 @@ def test_a_shard_says_what_is_missing_and_two_make_the_same_bytes(
     assert bits(tmp_path / "out") == one
 
 
+def make_manifest(dtype):
+    values = {item.name: None for item in fields(Manifest)}
+    return Manifest(**{**values, "dtype": dtype})
+
+
 @pytest.mark.parametrize("url", ["{}/out", "memory://encode/out"])
 def test_who_comes_first_says_how(tmp_path, url):
     folders = [Folder(url.format(tmp_path)) for _ in range(2)]
-    assert folders[0].agreed({"dtype": "bfloat16"}) == {"dtype": "bfloat16"}
-    assert folders[1].agreed({"dtype": "float32"}) == {"dtype": "bfloat16"}
-    assert folders[0].names() == ["_vectors.json"]
+    assert folders[0].write_manifest(make_manifest("bfloat16")).dtype == "bfloat16"
+    assert folders[1].write_manifest(make_manifest("float32")).dtype == "bfloat16"
+    assert folders[0].names() == ["_metadata.json"]
     folders[0].remove(f"{folders[0].url}.parquet")
+
+
+def test_very_long_rows_are_divided_into_blocks(model_folder, encoder, tmp_path, monkeypatch):
+    """A block ends with the row that exceeds the limit; the part is that of a single block."""
+    texts = texts_of_many_lengths(30)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    summaries = [embed(tmp_path / "a.jsonl", tmp_path / "one", model_folder, encoder)]
+    monkeypatch.setattr(parts, "_BLOCK_CHARACTERS", 300)
+    summaries.append(embed(tmp_path / "a.jsonl", tmp_path / "many", model_folder, encoder))
+
+    sizes, characters = [0], 0
+    for text in texts:
+        if characters > 300:
+            sizes.append(0)
+            characters = 0
+        sizes[-1] += 1
+        characters += len(text)
+    file = pyarrow.parquet.ParquetFile(tmp_path / "many" / "a-00000.parquet")
+    groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert groups == sizes
+    assert 5 < len(sizes) < 25
+
+    tables = [pyarrow.parquet.read_table(tmp_path / name) for name in ("one", "many")]
+    assert tables[0].equals(tables[1])
+    expected = cut_of(model_folder, texts)
+    assert expected["texts"] > 2
+    assert [asdict(summary.truncation) for summary in summaries] == [expected, expected]
+
+
+def test_a_pooling_without_the_prompt(model_folder, tmp_path):
+    transformer = Transformer(str(model_folder), max_seq_length=64)
+    pooling = Pooling(64, "mean", include_prompt=False)
+    model = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    model.save_pretrained(str(tmp_path / "model"))
+    texts = texts_of_many_lengths(10)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    embed(tmp_path / "a.jsonl", tmp_path / "out", tmp_path / "model", prompt="find the cat: ")
+    _, embeddings = read_parquet(tmp_path / "out")
+    expected = model.encode(texts, prompt="find the cat: ")
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_outputs_of_an_earlier_version_are_named(folder, model_folder, encoder, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "_vectors.json").write_text("{}")
+    with pytest.raises(UserError, match="got _vectors.json of an earlier version"):
+        embed(folder, tmp_path / "out", model_folder, encoder)
+    embed(folder, tmp_path / "new", model_folder, encoder)
+    manifest = json.loads((tmp_path / "new" / "_metadata.json").read_text())
+    del manifest["dimension"]
+    (tmp_path / "new" / "_metadata.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="new must have been written by this version of neobert"):
+        embed(folder, tmp_path / "new", model_folder, encoder)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -123,14 +190,14 @@ def test_urls_of_input_and_output(folder, model_folder, encoder, tmp_path, schem
     filesystem.put(str(folder), f"{root}/corpus", recursive=True)
     for name in ("out", "out.parquet"):
         summary = embed(f"{root}/corpus", f"{root}/{name}", model_folder, encoder, rows=8)
-        assert summary["missing"] == [] and summary["encoded_texts"] == 70
+        assert summary.missing == [] and summary.encoded_texts == 70
         again = embed(f"{root}/corpus", f"{root}/{name}", model_folder, encoder, rows=8)
-        assert again["missing"] == [] and again["encoded_texts"] == 0
+        assert again.missing == [] and again.encoded_texts == 0
     for name, content in bits(tmp_path / "alone").items():
         assert filesystem.cat_file(f"{root}/out/{name}") == content
     assert filesystem.cat_file(f"{root}/out.parquet") == (tmp_path / "alone.parquet").read_bytes()
     assert not filesystem.exists(f"{root}/out.parquet.work")
-    with pytest.raises(UserError, match="normalize false, but true was given"):
+    with pytest.raises(UserError, match="`normalize` must be false as in .*, got true."):
         embed(f"{root}/corpus", f"{root}/out", model_folder, encoder, rows=8, normalize=True)
     filesystem.rm(root, recursive=True)
 
@@ -160,7 +227,7 @@ def test_a_corpus_on_s3_is_read_and_written_killed_and_gone_on_with(
     options = ["--model", str(model_folder), "--dtype", "float32", "--rows", "2"]
     command = [sys.executable, "-m", "neobert", "encode", "s3://bucket/corpus", "s3://bucket/out"]
 
-    def parts():
+    def part_paths():
         s3.invalidate_cache()
         there = s3.exists("s3://bucket/out")
         return [path for path in s3.ls("s3://bucket/out") if "_" not in path] if there else []
@@ -170,21 +237,23 @@ def test_a_corpus_on_s3_is_read_and_written_killed_and_gone_on_with(
         for number in range(2)
     ]
     limit = time.monotonic() + 120
-    while len(parts()) < 4 and time.monotonic() < limit:
+    while len(part_paths()) < 4 and time.monotonic() < limit:
         time.sleep(0.01)
     for process in shards:
         process.kill()
         process.wait()
-    assert 4 <= len(parts()) < len(expected) - 1, "vacuous: killed before or after the work"
+    assert 4 <= len(part_paths()) < len(expected) - 1, "vacuous: killed before or after the work"
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "all parts are there" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "all parts are complete" in done.stdout, done.stderr[-2000:]
     s3.invalidate_cache()
     paths = s3.ls("s3://bucket/out")
     assert {path.rpartition("/")[2]: s3.cat_file(path) for path in paths} == expected
     folders = [Folder("s3://bucket/new") for _ in range(2)]
-    assert folders[0].agreed({"dtype": "bfloat16"}) == folders[1].agreed({"dtype": "float32"})
+    manifests = [make_manifest(dtype) for dtype in ("bfloat16", "float32")]
+    written = [folder.write_manifest(manifest) for folder, manifest in zip(folders, manifests)]
+    assert [manifest.dtype for manifest in written] == ["bfloat16", "bfloat16"]
     summary = embed("s3://bucket/corpus/*.jsonl", "s3://bucket/v.parquet", model_folder, encoder)
-    assert summary["texts"] == 58 and json.loads(s3.cat_file("s3://bucket/out/_vectors.json"))
+    assert summary.texts == 58 and json.loads(s3.cat_file("s3://bucket/out/_metadata.json"))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def start(tmp_path, model_folder, *more):
 def workers():
     """Process ids, by the title that Ray gives them."""
     lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    return {int(line.split()[0]) for line in lines.splitlines() if "ray::share" in line}
+    return {int(line.split()[0]) for line in lines.splitlines() if "ray::encode_shard" in line}
 
 
 def test_a_worker_dies_and_no_row_is_lost_or_doubled(tmp_path, model_folder):
@@ -63,5 +63,5 @@ def test_a_worker_dies_and_no_row_is_lost_or_doubled(tmp_path, model_folder):
     assert pyarrow.parquet.read_table(tmp_path / "out")["id"].to_pylist() == list(range(1800))
     (tmp_path / "out" / "3-00002.parquet").unlink()
     output, _ = start(tmp_path, model_folder, "--shards", "2").communicate(timeout=400)
-    assert "50 texts of a share; " in output and "0 texts of a share; " in output, output[-3000:]
+    assert "50 texts in a shard; " in output and "0 texts in a shard; " in output, output[-3000:]
     assert bits(tmp_path / "out") == bits(tmp_path / "alone")

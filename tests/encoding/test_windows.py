@@ -27,7 +27,8 @@ from neobert.common.errors import UserError
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.embeddings.windows import WindowSettings, tokenize_windows
 from neobert.encoding import command as encode
-from neobert.encoding.options import EncodeArguments
+from neobert.encoding.manifest import Truncation
+from neobert.encoding.options import OPTIONS
 
 
 WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}
@@ -80,7 +81,7 @@ def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(mode
     """A word of more pieces than a window: alone, its second half would be other pieces."""
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     word = "zxqvkjw" * 3
-    windows = tokenize_windows(encoder, [word], "", WindowSettings.of(encoder, "", 4, 0))
+    windows = tokenize_windows(encoder, [word], "", WindowSettings.for_encoder(encoder, "", 4, 0))
     whole = encoder.tokenize([word])[0][1:-1]
     assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == whole.tolist()
     second = word[windows.starts[1] : windows.ends[1]]
@@ -93,7 +94,7 @@ def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model
     path = tmp_path / "short.txt"
     path.write_text("\n".join(text for text in documents(40) if len(text.split()) in range(1, 40)))
     vectors = []
-    for name, options in (("cut", {}), ("windows", {"long_texts": "windows", "window": 62})):
+    for name, options in (("truncate", {}), ("windows", {"long_texts": "windows", "window": 62})):
         embed(path, tmp_path / f"{name}.parquet", model_folder, **options)
         vectors.append(read_parquet(tmp_path / f"{name}.parquet")[1])
     assert np.array_equal(*vectors) and len(vectors[0]) > 5
@@ -108,9 +109,9 @@ def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
         "forward",
         lambda self, **given: seen.append(given["input_ids"].shape) or forward(self, **given),
     )
-    options = {"long_texts": "windows", "tokens_per_batch": 1000}
+    options = {"long_texts": "windows", "batch_tokens": 1000}
     summary = embed(tmp_path / "long.txt", tmp_path / "out.parquet", model_folder, **options)
-    assert summary["cut"] == (0, 0, 20302) and summary["texts"] == 2
+    assert summary.truncation == Truncation(0, 0, 20302) and summary.texts == 2
     assert {rows for rows, _ in seen} == {1}, "packed"
     assert 900 < max(length for _, length in seen) <= 1000
     assert 20300 < sum(length for _, length in seen) < 1.4 * 20300
@@ -125,7 +126,7 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
     neighbours share an eighth of a window by default."""
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
-    settings = WindowSettings.of(encoder, "", 40)
+    settings = WindowSettings.for_encoder(encoder, "", 40)
     assert settings.overlap == 5
     windows = tokenize_windows(encoder, texts, "", settings)
     counts = np.bincount(windows.rows)
@@ -152,7 +153,9 @@ def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_
     longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in documents())
     told = capsys.readouterr().out
     assert f"out.parquet: 14 texts in {len(rows)} windows; this run 14 texts of" in told
-    assert told.endswith(f"none cut, the longest has {longest} tokens; all parts are there\n")
+    assert told.endswith(
+        f"none truncated, the longest has {longest} tokens; all parts are complete\n"
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -160,14 +163,14 @@ def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_
 
 
 def test_options_that_do_not_go_together():
-    given = {"source": "a", "output": "b", "model": "c"}
     for options, message in (
-        ({"window": 5}, "window is for windows; give long_texts windows too"),
-        ({"overlap": 0}, "overlap is for windows"),
-        ({"long_texts": "all"}, "long_texts must be one of cut, windows"),
+        ("--window 5", "`window` requires `--long-texts windows`."),
+        ("--overlap 0", "`overlap` requires `--long-texts windows`."),
+        ("--long-texts cut", "`--long-texts` must be one of truncate, windows, got 'cut'."),
+        ("--prompt a --prompt-name b", "`prompt` and `prompt_name` cannot be combined. Pass one"),
     ):
         with pytest.raises(UserError, match=message):
-            EncodeArguments(**given, **options)
+            OPTIONS["encode"].read(["a", "b", "--model", "c", *options.split()])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_options_that_do_not_go_together():
         ({"window": 63}, "at most the 62 tokens that the model's 64 leave beside the prompt"),
         ({"window": 8, "overlap": 8}, "overlap must be below window, 8, but 8 was given"),
         ({"prompt": "cat " * 70}, "at most the 0 tokens that the model's 64 leave"),
-        ({"keep": ["start"]}, "leave start out of --keep"),
+        ({"keep": ["start"]}, "`keep` must not contain the output's own columns .*, got start."),
     ],
 )
 def test_windows_that_cannot_be(corpus, model_folder, tmp_path, settings, message):

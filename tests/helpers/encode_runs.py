@@ -2,6 +2,8 @@
 
 import json
 import random
+from dataclasses import fields
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from transformers import AutoTokenizer
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.encoding.command import encode
-from neobert.encoding.options import EncodeArguments
+from neobert.encoding.options import EncodeOptions
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()  # noqa: E501
@@ -73,11 +75,20 @@ def make_corpus(tmp_path):
 
 
 def embed(source, output, model, encoder=None, **settings):
-    settings = {"dtype": "float32", **settings}  # the same on every CPU
-    arguments = EncodeArguments(
-        source=str(source), output=str(output), model=str(model), **settings
-    )
-    return encode(arguments, progress_bar=False, encoder=encoder)
+    """Run `neobert encode`, in float32, which has the same bits on every CPU."""
+    settings = {"dtype": "float32", **settings}
+    options = make_options(source=str(source), output=str(output), model=str(model), **settings)
+    return encode(options, progress_bar=False, encoder=encoder)
+
+
+def make_options(**values):
+    """Return `EncodeOptions` with these values of options, whichever group has them."""
+    groups = {}
+    for name, group in get_type_hints(EncodeOptions).items():
+        names = values.keys() & {item.name for item in fields(group)}
+        groups[name] = group(**{item: values.pop(item) for item in names})
+    assert not values
+    return EncodeOptions(**groups)
 
 
 def bits(folder, pattern="**/*"):

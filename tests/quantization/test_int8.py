@@ -345,7 +345,7 @@ def test_a_text_has_the_same_bits_in_every_batch(model_folder, dtype, threads):
     tokens = [generator.integers(1000, 20000, length) for length in lengths]
     alone = np.concatenate([encoder.embed([ids]) for ids in tokens])
     for batch in range(1000 if threads == 1 else 100):
-        encoder.tokens_per_batch = int(generator.choice([1, 50, 300, 3072]))
+        encoder.batch_tokens = int(generator.choice([1, 50, 300, 3072]))
         shortest = len(tokens) if batch % 50 == 0 else 40  # long texts take long
         chosen = generator.choice(shortest, generator.integers(1, 9))
         assert np.array_equal(encoder.embed([tokens[i] for i in chosen]), alone[chosen])
