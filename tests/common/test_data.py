@@ -5,6 +5,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import tracemalloc
 
 import fsspec
@@ -62,6 +63,21 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     assert all(found[n] == row for n, row in enumerate(expected) if n % 50 < 5)
     assert found[20] is None, "vacuous: all rows were decoded"
     assert count_rows(file._replace(url=str(tmp_path / name))) == len(ROWS)
+
+
+def test_rows_behind_unwanted_row_groups(tmp_path):
+    """The numbers of the rows count the row groups that are skipped."""
+    (file,) = files(write(tmp_path / "rows.parquet"))
+    read = list(numbered_rows(file, wanted=lambda number: number >= 100))
+    assert [number for number, _ in read] == list(range(len(ROWS)))
+    assert [row for number, row in read if number >= 100] == ROWS[100:]
+
+
+def test_streams_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for source in ("-", "/dev/stdin", str(tmp_path / "pipe")):
+        with pytest.raises(UserError, match="got the stream .*Write its content to a file first"):
+            files(source)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://", "memory://"])

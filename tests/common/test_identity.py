@@ -10,6 +10,7 @@ from neobert.common.identity import files_digest, model_digest
 
 NUMBERS = (
     *("config.json", "modules.json", "tokenizer.json", "vocab.txt", "model.safetensors"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json", "tokenizer_config.json"),
     *("1_Pooling/config.json", "2_Dense/model.safetensors"),
 )
 OTHERS = ("README.md", "log.jsonl")

@@ -160,6 +160,15 @@ def test_outliers_alone_are_smoothed_by_powers_of_two():
 # ----------------------------------------------------------------------------------------- models
 
 
+def test_factors_by_hand():
+    """Equation 4 of SmoothQuant with alpha = 1/2: sqrt(64 / 2^-4) = 2^5 of the outlier, relative to
+    the median channel, sqrt(1 / 2^-4) = 2^2."""
+    layer = nn.Linear(7, 3, bias=False)
+    nn.init.constant_(layer.weight, 2**-4)
+    largest = torch.tensor([1.0, 1, 1, 64, 1, 1, 1])
+    assert outliers.factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
+
+
 def test_the_bundled_encoder_is_near(bundled_pair):
     exact, ours = bundled_pair
     tokens = exact.tokenize(TEXTS)
