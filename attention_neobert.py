@@ -24,7 +24,7 @@ except ImportError:  # torch < 2.10
     varlen_attn = None
 
 # Of this file. The modeling file compares it: one process can hold the files of two folders.
-VERSION = "9f2a9de5"
+VERSION = "37296c46"
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -340,6 +340,8 @@ def attention_kernel(
     needs = ["a GPU"] if device.type in ("cpu", "mps") else []
     if dtype not in LOW_PRECISION:
         needs.append("float16 or bfloat16 (dtype=torch.bfloat16, or autocast)")
+    if implementation == "flash_attention_2" and config.head_dim > 256:
+        needs.append(f"a head_dim of at most 256, not {config.head_dim}")
     return "flash", f"they need {' and '.join(needs)}" if needs else None
 
 

@@ -42,7 +42,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "9f2a9de5"
+VERSION = "37296c46"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "This process has loaded another version of attention_neobert.py from a folder of the "

@@ -372,6 +372,31 @@ def test_switching_the_implementation_of_a_loaded_model(flash, batch):
     assert (kernel, reason) == ("flash", None), "transformers 5 has kernels for xpu and npu too"
 
 
+@pytest.mark.parametrize("width,words", [(512, None), (528, "a head_dim of at most 256, not 264")])
+def test_flash_attention_2_names_an_unsupported_head_dim(width, words):
+    """At 256 nothing is missing."""
+    config = make_model(NeoBERTModel, hidden_size=width, num_attention_heads=2).config
+    kernel, reason = attention_neobert.attention_kernel(
+        config, "flash_attention_2", torch.device("cuda"), torch.bfloat16, training=False
+    )
+    assert (kernel, reason) == ("flash", words and f"they need {words}")
+
+
+@pytest.mark.parametrize("variable,expected", [("0", False), ("1", True)])
+def test_flash_attention_2_receives_dropout_and_determinism(flash, monkeypatch, variable, expected):
+    """Dropout only in training, and what `FLASH_ATTENTION_DETERMINISTIC` says."""
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
+    model = make_model(NeoBERTModel, attention_dropout=0.25).to(torch.bfloat16)
+    model.config._attn_implementation = "flash_attention_2"
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    for training, dropout in ((True, 0.25), (False, 0.0)):
+        flash.calls.clear()
+        model.train(training)(torch.arange(5, 12)[None], cu_seq_lens_q=bounds)
+        assert flash.calls
+        assert {call["dropout_p"] for call in flash.calls} == {dropout}
+        assert {call["deterministic"] for call in flash.calls} == {expected}
+
+
 REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
 VARLEN = "torch.nn.attention.varlen (flash kernels of torch itself)"
 NARROW, WIDE = {"num_attention_heads": 16}, {"hidden_size": 528, "num_attention_heads": 2}

@@ -274,11 +274,25 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
     assert graphs == 1 and not counters["graph_break"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
+def test_empty_sequences_of_the_caller_change_nothing(implementation):
+    model = make_model(NeoBERTModel).eval()
+    model.set_attn_implementation(implementation)
+    expected, actual = (
+        model(
+            torch.arange(5, 12)[None], cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)
+        ).last_hidden_state
+        for bounds in ([0, 3, 7], [0, 0, 3, 3, 7, 7])
+    )
+    assert_same(actual, expected, what=implementation)
+
+
 # ------------------------------------------------------------------------------------------------
 # the CUDA layouts
 
 
-@pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2]))
+@pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2], [0, 5, 0, 4, 0]))
 def test_repadded_equals_text_by_text_with_gradients(lengths):
     """What fp32 on CUDA runs (q, k, v scattered to a padded batch) against one call a text."""
     total = sum(lengths)
