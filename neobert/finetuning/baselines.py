@@ -22,7 +22,8 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import FeatureUnion
 
 
-Texts = Sequence[str] | Sequence[tuple[str, str]]
+Texts = Sequence[str] | Sequence[tuple[str, ...]]
+Labels = Sequence | np.ndarray
 Metric = Callable[[np.ndarray, np.ndarray], float]
 
 MAX_TRAIN_ROWS = 20_000
@@ -80,9 +81,9 @@ class BaselineResult:
 
 def baseline_results(
     train_texts: Texts,
-    train_labels: Sequence,
+    train_labels: Labels,
     test_texts: Texts,
-    test_labels: Sequence,
+    test_labels: Labels,
     metric: str = "accuracy",
     regression: bool = False,
     max_train_rows: int = MAX_TRAIN_ROWS,
@@ -110,7 +111,7 @@ def baseline_results(
 
 def fit_baselines(
     train_texts: Texts,
-    train_labels: Sequence,
+    train_labels: Labels,
     test_texts: Texts,
     regression: bool = False,
     max_train_rows: int = MAX_TRAIN_ROWS,
@@ -144,18 +145,18 @@ def fit_baselines(
     return [*baselines, Baseline(name, predictions, len(labels))]
 
 
-def value_and_error(metric: str, labels: Sequence, predictions: Sequence) -> tuple[float, float]:
+def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[float, float]:
     """Return the value of a metric and its standard error.
 
     The standard error of an accuracy is that of a binomial proportion. Other metrics are
     bootstrapped over rows.
     """
-    labels = np.asarray(labels)
-    predictions = np.asarray(predictions)
-    value = float(METRICS[metric](labels, predictions))
+    truth = np.asarray(labels)
+    predicted = np.asarray(predictions)
+    value = float(METRICS[metric](truth, predicted))
     if metric == "accuracy":
-        return value, math.sqrt(value * (1 - value) / len(labels))
-    return value, bootstrap_error(METRICS[metric], labels, predictions)
+        return value, math.sqrt(value * (1 - value) / len(truth))
+    return value, bootstrap_error(METRICS[metric], truth, predicted)
 
 
 def bootstrap_error(metric: Metric, labels: np.ndarray, predictions: np.ndarray) -> float:
@@ -189,7 +190,7 @@ class _TextFeatures:
         return self
 
     def transform(self, texts: Texts) -> scipy.sparse.csr_matrix:
-        columns = list(zip(*map(_parts, texts)))
+        columns = list(zip(*(_parts(row) for row in texts)))
         if len(columns) == 1:
             return self.union.transform(columns[0])
 
@@ -202,7 +203,7 @@ class _TextFeatures:
         )
 
 
-def _parts(row: str | tuple[str, str]) -> tuple[str, ...]:
+def _parts(row: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return the texts of a row."""
     return (row,) if isinstance(row, str) else tuple(row)
 

@@ -1,8 +1,8 @@
-"""Results of `neobert glue`: the runs that a folder holds, and their table in the layout of the
-paper's Table 3."""
+"""Finished runs of `neobert glue`, and their table in the layout of the Table 3 of the paper."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas
 
@@ -14,11 +14,10 @@ from .tasks import TASKS
 
 NOTE = (
     f"{GLUE_NOTE}\n\nRows marked 'measured' are dev scores x 100, mean ± standard deviation over "
-    "seeds. The checkpoint was chosen on training rows that were held out, unless the row says "
-    "'selected on dev'. The average is given when all eight tasks are there. A row with 'data: "
-    "NAME' was measured on other data in GLUE's schema: it is not a GLUE score, and not to be "
-    "compared with the published rows. Each run's result.json has its settings, rows, command and "
-    "commit."
+    "seeds. Held-out training rows selected the checkpoint, unless the row says 'selected on dev'. "
+    "The average is shown if all eight tasks were measured. A row with 'data: NAME' was measured "
+    "on other data with the columns of GLUE: it is not a GLUE score, and cannot be compared with "
+    "the published rows. result.json of each run contains its settings, rows, command and commit."
 )
 BASELINE_NOTE = (
     "Baselines on the same rows: the majority class (regression: the mean label), and logistic "
@@ -27,20 +26,25 @@ BASELINE_NOTE = (
 )
 
 
-def finished_runs(output):
-    """[(folder, result)] of all finished runs under `output`."""
-    results = [
-        (path.parent, read_json(path)) for path in sorted(Path(output).glob("*/*/*/result.json"))
-    ]
-    return [(folder, result) for folder, result in results if result.get("neobert") == "glue"]
+def finished_runs(output: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the directory and the result of every finished run under `output`."""
+    runs = []
+    for path in sorted(Path(output).glob("*/*/*/result.json")):
+        result = read_json(path)
+        if result.get("neobert") == "glue":
+            runs.append((path.parent, result))
+    return runs
 
 
-def collect(output):
-    """The measured cells, one of a row and task: a DataFrame with name, task, score, deviation
-    (NaN for one seed), seeds (how many), selected, last, best_of_all_evaluations.
+def collect(output: str | Path) -> pandas.DataFrame:
+    """Return the measured cells of the table, one per row and task.
 
-    A cell is the group of runs that differ in the seed alone: of all groups with the most seeds,
-    the one with the best mean selection score.
+    A cell is the group of runs that differ in the seed only: of all groups with the most seeds, the
+    group with the best mean selection score.
+
+    Returns:
+        Columns name, task, score, deviation (NaN for one seed), seeds (their number), selected,
+        last and best_of_all_evaluations.
     """
     runs = []
     for _, result in finished_runs(output):
@@ -80,7 +84,9 @@ def baseline_table(output: str | Path) -> str:
             continue
         scores = [(result["score"], result["standard_error"])]
         scores += [(entry["value"], entry["standard_error"]) for entry in result["baselines"]]
-        texts = [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in scores]
+        texts: list[str | None] = []
+        for value, error in scores:
+            texts.append(f"{100 * value:.1f} ± {100 * error:.1f}")
         # Without a second label or any characters there is no TF-IDF baseline.
         texts += [None] * (3 - len(texts))
         seed = result["settings"]["seed"]
@@ -93,25 +99,28 @@ def baseline_table(output: str | Path) -> str:
     return f"\n{markdown_table(header, rows)}\n{BASELINE_NOTE}\n"
 
 
-def write_tables(output):
+def write_tables(output: str | Path) -> str:
     """Write `output`/table.md and table.json, and return the page.
 
     The page has the layout of Table 3, published rows, then measured rows, and a second table with
     the baselines of every run.
     """
     cells = collect(output)
+
     percent = (100 * cells["score"]).map("{:.1f}".format)
     spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
     table = cells.assign(text=percent + spread).pivot(index="name", columns="task")
     texts = table["text"].reindex(columns=TASKS)
     averages = (100 * table["score"].reindex(columns=TASKS)).mean(axis=1, skipna=False)
     texts["average"] = averages.map("{:.1f}".format).where(averages.notna())
+
     rows = [[name, "published", *published] for name, published in GLUE.items()]
     for name, row in texts.iterrows():
         seeds = sorted({int(count) for count in table["seeds"].loc[name].dropna()})
         counts = " to ".join(map(str, seeds[:1] + seeds[1:][-1:]))
         source = f"measured, {counts} seed{'' if counts == '1' else 's'}"
         rows.append([name, source, *(text if isinstance(text, str) else None for text in row)])
+
     header = ["model", "source", *(task.title for task in TASKS.values()), "avg"]
     data = {
         "header": header,

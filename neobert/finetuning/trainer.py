@@ -28,7 +28,7 @@ from ..common.errors import UserError
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
 from ..common.measures import PeakMemory
 from ..common.output import Output
-from ..training.checkpoints import RunTrainer
+from ..training.checkpoints import RunTrainer, checkpoint_folder
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..training.optimization import decay_parameter_names
 from ..training.options import check_trainer_options, training_arguments
@@ -39,6 +39,10 @@ from .data import evaluation_metrics, prepare, score_and_error
 from .model import load_classifier
 from .options import GlueRun, Hyperparameters
 from .tasks import Splits, Task, predicted_labels
+
+
+# Values of an evaluation that the result leaves out.
+_TIMES = ("runtime", "samples_per_second", "steps_per_second", "loss")
 
 
 def process_state() -> PartialState:
@@ -75,6 +79,8 @@ class GlueTrainer(RunTrainer, Trainer):
     Attributes:
         run: Definition of the run.
         slices: Slice of every part of the evaluation rows.
+        train_rows: Training rows.
+        evaluation_rows: Held-out rows and dev splits.
         new_head: Names of the head's parameters that the checkpoint lacks.
         planned_steps: Number of steps without early stopping.
         memory: Memory during training.
@@ -82,6 +88,8 @@ class GlueTrainer(RunTrainer, Trainer):
 
     run: GlueRun
     slices: dict[str, slice]
+    train_rows: Dataset
+    evaluation_rows: Dataset
     new_head: list[str]
     planned_steps: int
     memory: PeakMemory
@@ -104,7 +112,7 @@ class GlueTrainer(RunTrainer, Trainer):
         if is_best:
             self.state.best_global_step = self.state.global_step
             self.state.best_model_checkpoint = str(
-                Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+                checkpoint_folder(self.args) / f"checkpoint-{self.state.global_step}"
             )
         return is_best
 
@@ -194,10 +202,10 @@ def fine_tune(
     Raises:
         Stopped: If SIGTERM was received. There is no result.json then.
     """
-    checkpoint_folder = run.folder / "checkpoints"
+    checkpoints = run.folder / "checkpoints"
 
     def build() -> GlueTrainer:
-        return build_trainer(run, model, splits, tokenizer, checkpoint_folder)
+        return build_trainer(run, model, splits, tokenizer, checkpoints)
 
     def save(trainer: GlueTrainer, folder: Path) -> dict[str, Any]:
         result = summarize(trainer)
@@ -209,7 +217,7 @@ def fine_tune(
         return result
 
     output = Output(run.folder, "glue", run.settings)
-    return run_once(output, build, save, checkpoint_folder=checkpoint_folder)
+    return run_once(output, build, save, checkpoint_folder=checkpoints)
 
 
 def build_trainer(
@@ -217,9 +225,15 @@ def build_trainer(
     model_name: str,
     splits: Splits,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint_folder: Path,
+    checkpoints: Path,
 ) -> GlueTrainer:
-    """Load the model, with an adapter for LoRA, tokenize the rows, and return the trainer."""
+    """Load the model, with an adapter for LoRA, tokenize the rows, and return the trainer.
+
+    Args:
+        model_name: Directory or Hub name of the model to start from.
+        splits: Rows from `load_task`.
+        checkpoints: Directory of the checkpoints.
+    """
     options = run.options
     set_seed(run.seed)
     model, new_head = load_classifier(
@@ -242,10 +256,10 @@ def build_trainer(
 
     max_length = min(options.data.max_length, limit or options.data.max_length)
     train, evaluation, slices = prepare(run.task, splits, tokenizer, options.selection, max_length)
-    args, steps = trainer_arguments(run, checkpoint_folder, len(train))
+    args, steps = trainer_arguments(run, checkpoints, len(train))
 
     def compute_metrics(output: EvalPrediction) -> dict[str, float]:
-        return evaluation_metrics(run.task, _logits(output), output.label_ids, slices)
+        return evaluation_metrics(run.task, _logits(output), np.asarray(output.label_ids), slices)
 
     trainer = GlueTrainer(
         model=model,
@@ -262,6 +276,8 @@ def build_trainer(
     )
     trainer.run = run
     trainer.slices = slices
+    trainer.train_rows = train
+    trainer.evaluation_rows = evaluation
     trainer.new_head = new_head
     trainer.planned_steps = steps
     return trainer
@@ -274,7 +290,7 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     """
     run = trainer.run
     task = run.task
-    standard_error, classes = _dev_statistics(trainer, task, trainer.eval_dataset, trainer.slices)
+    standard_error, classes = _dev_statistics(trainer)
 
     removed = {f"eval_{name}" for name in _TIMES}
     history = []
@@ -308,7 +324,7 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
         },
         "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
         "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-        "rows": {"train": len(trainer.train_dataset), **rows},
+        "rows": {"train": len(trainer.train_rows), **rows},
         "evaluation_interval": trainer.args.eval_steps,
         "planned_steps": trainer.planned_steps,
         "stopped_early": trainer.state.global_step < trainer.planned_steps,
@@ -319,31 +335,28 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     }
 
 
-# Values of an evaluation that the result leaves out.
-_TIMES = ("runtime", "samples_per_second", "steps_per_second", "loss")
-
-
 def _logits(output: Any) -> np.ndarray:
     """Return the logits of a prediction; some models return other outputs beside them."""
     predictions = output.predictions
     return predictions[0] if isinstance(predictions, tuple) else predictions
 
 
-def _dev_statistics(
-    trainer: Trainer, task: Task, evaluation: Dataset, slices: dict[str, slice]
-) -> tuple[float, int | None]:
+def _dev_statistics(trainer: GlueTrainer) -> tuple[float, int | None]:
     """Predict the dev splits with the selected weights.
 
     Returns:
         Standard error of the dev score, and the number of distinct classes among the predictions,
         None for regression.
     """
+    task = trainer.run.task
+    slices = trainer.slices
     trainer.compute_metrics = None
-    output = trainer.predict(evaluation)
+    output = trainer.predict(trainer.evaluation_rows)
     predictions = predicted_labels(task, _logits(output))
+    labels = np.asarray(output.label_ids)
 
     dev_predictions = {split: predictions[slices[split]] for split in task.validation}
-    dev_labels = {split: output.label_ids[slices[split]] for split in task.validation}
+    dev_labels = {split: labels[slices[split]] for split in task.validation}
     _, error = score_and_error(task, dev_predictions, dev_labels)
     if task.regression:
         return error, None
@@ -360,8 +373,9 @@ def save_model(
         has been loaded again.
     """
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    first_rows = trainer.eval_dataset.select(range(min(8, len(trainer.eval_dataset))))
-    batch = DataCollatorWithPadding(tokenizer)([*first_rows])
+    rows = trainer.evaluation_rows
+    first_rows = rows.select(range(min(8, len(rows))))
+    batch: Any = DataCollatorWithPadding(tokenizer)([*first_rows])
     batch.pop("labels")
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()
