@@ -1,19 +1,24 @@
-"""`neobert contrastive`: contrastive fine-tuning of an encoder to a sentence encoder (paper,
-section 4.3) with sentence-transformers.
+"""Command `neobert contrastive`: fine-tune a model to a sentence encoder with pairs of texts.
 
-InfoNCE on cosine similarity / 0.07 with in-batch and hard negatives; every batch from one data set,
-drawn by size^alpha; an instruction before the query; mean pooling. The output folder loads with
+The recipe is that of the paper (section 4.3) with sentence-transformers: InfoNCE with in-batch and
+hard negatives, batches from one dataset that is sampled by size^alpha, an instruction before the
+question, mean pooling. The output directory loads with
 `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
 import functools
 import json
 import logging
-import sys
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
@@ -23,36 +28,45 @@ from transformers import set_seed
 from ..common.errors import UserError
 from ..common.folders import apart
 from ..common.identity import files_digest, known_by
-from ..common.output import Output, run_settings
+from ..common.options import identity, log_options
+from ..common.output import Output
 from ..common.pooling import save_for_all_versions
-from ..common.results import environment
 from ..embeddings.instructions import prompt
 from ..embeddings.packed_encoder import load_sentence_transformer
-from ..evaluation.retrieval import described, measure, measure_tfidf, read_questions
-from ..training import checkpoints
-from ..training.checkpoints import RunTrainer
+from ..evaluation.retrieval import (
+    Questions,
+    describe_metrics,
+    evaluate_retrieval,
+    evaluate_tfidf,
+    questions_of_rows,
+    read_questions,
+)
+from ..training.checkpoints import RunTrainer, is_main, spent
 from ..training.lora import lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
+from ..training.run import run_once
 from ..training.run_report import RunReport
 from .data import (
+    MixturePart,
+    PairSource,
     SizeAlphaBatchSampler,
     TextsBatchSampler,
     check_batch,
+    choose_validation_questions,
     load_source,
-    probabilities,
-    rows_per_batch,
+    mix,
+    split_questions,
 )
 from .model_card import write_card
-from .options import OPTIONS
+from .options import OPTIONS, ContrastiveOptions, LossOptions, read_sources
 
 
-logger = logging.getLogger("neobert")
+logger = logging.getLogger("neobert.contrastive")
 
 PAPER_LEARNING_RATE = 1e-4
 
-# Trainer's options that a run could not be continued with, or that would be ignored; there are no
-# rows to evaluate on.
+# Options of Trainer that a run could not be resumed with, or that would have no effect.
 FIXED = {
     "eval_strategy": "no",
     "ignore_data_skip": False,
@@ -64,215 +78,90 @@ FIXED = {
 
 
 class ContrastiveTrainer(RunTrainer, SentenceTransformerTrainer):
-    """The library's trainer, whose runs go on after an interruption."""
+    """Trainer of sentence-transformers whose runs resume after an interruption."""
 
 
-def check(arguments, training):
-    """Everything that can be found wrong before work begins.
+@dataclass(frozen=True)
+class Mixture:
+    """Training data of a run.
 
-    Args:
-        arguments: `ContrastiveArguments`.
-        training: SentenceTransformerTrainingArguments.
-    Returns:
-        the `PairSource`s.
+    Attributes:
+        parts: Datasets with their batch sizes and sampling probabilities, {name: part}.
+        prompts: Prompts of the trainer, {name: {"anchor": prompt}}.
+        validation: Questions for evaluating retrieval, or None.
     """
+
+    parts: dict[str, MixturePart]
+    prompts: dict[str, dict[str, str]]
+    validation: Questions | None
+
+
+# ------------------------------------------------------------------------------------------------
+# command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert contrastive [RECIPE.yaml] [--option value ...]` and return the exit code."""
+    options, training = parse(argv or [])
+    log_options(options)
+    result = train(options, training)["training"]
+    if training.process_index:
+        return 0
+
+    print(f"{options.model.output}: sentence encoder after {result['steps']:,} steps")
+    validation = result.get("validation")
+    if validation is None:
+        logger.info(
+            "Retrieval was not evaluated. Pass --validation-file to compare the encoder with the "
+            "model that the training started from."
+        )
+        return 0
+
+    print(
+        f"retrieval of {validation['questions']:,} held-out questions among "
+        f"{validation['texts']:,} texts"
+    )
+    for name in ("tf-idf", "before", "after"):
+        print(f"  {name:<6}  {describe_metrics(validation[name])}")
+    if result["warning"]:
+        logger.warning("Warning: %s", result["warning"])
+    return 0
+
+
+def parse(
+    argv: Sequence[str],
+) -> tuple[ContrastiveOptions, SentenceTransformerTrainingArguments]:
+    """Return the options of a command line and the arguments of the trainer."""
+    options = OPTIONS["contrastive"].read(argv)
+    settings = dict(options.trainer)
+    if "num_train_epochs" in settings and settings.get("max_steps", -1) > 0:
+        raise UserError(
+            f"`max_steps` is {settings['max_steps']}, so that `num_train_epochs` would be ignored. "
+            "Pass --max-steps -1 to train by epochs."
+        )
+    settings.setdefault("num_train_epochs", 1)
+    settings.setdefault("learning_rate", learning_rate_of(options.model.model))
+
+    training = training_arguments(
+        Path(options.model.output) / "checkpoints",
+        settings,
+        FIXED,
+        base=SentenceTransformerTrainingArguments,
+    )
     if training.per_device_train_batch_size < 2:
         raise UserError(
-            "per_device_train_batch_size must be at least 2: the others of a batch are the "
-            "negatives"
+            "`per_device_train_batch_size` must be at least 2, got "
+            f"{training.per_device_train_batch_size}. The other rows of a batch are the negatives."
         )
-    sources = arguments.sources()
-    local = [source.path for source in sources if source.is_local]
-    given = filter(None, [arguments.model, arguments.heldout, *local])
-    apart(arguments.output, *(path for path in given if Path(path).exists()))
-    return sources
-
-
-def held_out(arguments, data):
-    """What `measure` takes, of --heldout without the questions that are trained on; None without
-    that option."""
-    if arguments.heldout is None:
-        return None
-    relevant, texts = read_questions(arguments.heldout)
-    trained = {text for part in data.values() for text in part["anchor"] if text in relevant}
-    if trained:
-        print(
-            f"{arguments.heldout}: {len(trained):,} of {len(relevant):,} questions are trained "
-            "on, and not measured",
-            file=sys.stderr,
-        )
-    relevant = {text: found for text, found in relevant.items() if text not in trained}
-    if not relevant:
-        raise UserError(
-            f"all questions of {arguments.heldout} are in the training data; give rows that are "
-            "held out"
-        )
-    return relevant, texts
-
-
-def build_datasets(arguments, training, sources):
-    """DatasetDict name -> anchor, positive, negative_1, ..., and the trainer's prompts {name:
-    {"anchor": prompt}}."""
-    from datasets import DatasetDict
-
-    data, prompts = DatasetDict(), {}
-    for source in sources:
-        part = data[source.name] = load_source(source)
-        rows = rows_per_batch(part, training.train_batch_size, arguments.texts_per_batch)
-        check_batch(source, part, rows)
-        if text := prompt(arguments.instruction_template, source.instruction):
-            prompts[source.name] = {"anchor": text}
-    return data, prompts
-
-
-def build_loss(model, arguments):
-    """InfoNCE on cosine similarity / temperature; with gradient caching where `mini_batch_size` is
-    given."""
-    scale, size = 1 / arguments.temperature, arguments.mini_batch_size
-    if size:
-        return CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=size)
-    return MultipleNegativesRankingLoss(model, scale=scale)
-
-
-def build_trainer(model, data, prompts, arguments, training):
-    """The library's trainer with our samplers."""
-    model.model_card_data.generate_widget_examples = (
-        False  # rows of the training data, for a card that is not written
-    )
-    # A nested dictionary must not be empty, or the trainer would not know the data sets apart.
-    training.prompts = prompts or None
-    training.batch_sampler = functools.partial(
-        TextsBatchSampler, texts_per_batch=arguments.texts_per_batch
-    )
-    training.multi_dataset_batch_sampler = functools.partial(
-        SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size
-    )
-    loss = build_loss(model, arguments)
-    return ContrastiveTrainer(model=model, args=training, train_dataset=data, loss=loss)
-
-
-def model_prompts(prompts, arguments):
-    """The prompts of the encoder: those of the data sets by their names, "query" and "document"."""
-    named = {name: texts["anchor"] for name, texts in prompts.items()}
-    query = next(iter(named.values()), "")
-    if len(set(named.values())) > 1:
-        query = prompt(arguments.instruction_template, "Retrieve text that answers the query.")
-    return {"query": query, "document": "", **named}
-
-
-def merge_lora(model, adapter_folder, arguments):
-    """Saves the adapter alone and returns the model with it merged into plain weights."""
-    from peft import PeftModel
-
-    model[0].auto_model.save_pretrained(adapter_folder)
-    plain = load_sentence_transformer(arguments.model, **arguments.loading())
-    PeftModel.from_pretrained(plain[0].auto_model, adapter_folder).merge_and_unload()
-    return plain
-
-
-def _settings(arguments, training, sources):
-    """What a run is known by."""
-    settings = number_options(training.to_dict()) | run_settings(arguments)
-    for name in ("pairs", "instructions"):
-        del settings[name]  # they are in the data sets
-    local = [source for source in sources if source.is_local]
-    return settings | {
-        "datasets": [asdict(s) | ({"path": None} if s.is_local else {}) for s in sources],
-        "files": {source.name: files_digest([source.path]) for source in local},
-        "model": known_by(arguments.model),
-        "tokenizer": arguments.tokenizer and known_by(arguments.tokenizer),
-        "processes": training.world_size,
-    }
-
-
-def train(arguments, training):
-    """Trains and writes the sentence encoder to `arguments.output`; a run that was interrupted goes
-    on from its last complete checkpoint.
-
-    Args:
-        arguments: `ContrastiveArguments`.
-        training: SentenceTransformerTrainingArguments whose output_dir is the folder of the
-            checkpoints.
-    Returns:
-        dict: data set sizes and probabilities, losses of the log, steps, seconds; None if the
-        folder was finished already.
-    Raises:
-        UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
-    """
-    sources = check(arguments, training)
-    output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
-    if output.state() == "finished":
-        checkpoints.remove_checkpoints(training.output_dir)
-        return None
-    with training.main_process_first(desc="data sets"):
-        data, prompts = build_datasets(arguments, training, sources)
-        heldout = held_out(arguments, data)
-    # Before the model is loaded, so that a second process is refused immediately.
-    with checkpoints.claim(output):
-        set_seed(training.seed)
-        model = load_sentence_transformer(arguments.model, **arguments.loading())
-        if arguments.lora:
-            model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
-        before = None
-        if heldout and training.process_index == 0:
-            before = measure(model.to(training.device), *heldout)
-        trainer = build_trainer(model, data, prompts, arguments, training)
-        summary = _train(trainer, data, arguments)
-        if trainer.is_world_process_zero():
-            trained = trainer.accelerator.unwrap_model(trainer.model)
-            with output.final_files() as folder:
-                if arguments.lora:
-                    trained = merge_lora(trained, folder / "adapter", arguments)
-                trained.prompts = model_prompts(prompts, arguments)
-                if heldout:
-                    summary["heldout"] = {
-                        "questions": len(heldout[0]),
-                        "texts": len(heldout[1]),
-                        "before": before,
-                        "after": measure(trained.to(training.device), *heldout),
-                        "tf-idf": measure_tfidf(*heldout),
-                    }
-                    summary["warning"] = comparison_warning(summary["heldout"])
-                save_for_all_versions(trained, folder)
-                write_card(folder, arguments, sources, trained.max_seq_length, summary)
-            dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
-            output.finish(
-                training=summary,
-                environment=environment(dtype=dtype, processes=training.world_size),
-            )
-            checkpoints.remove_checkpoints(training.output_dir)
-    return summary
-
-
-def _train(trainer, data, arguments):
-    """Runs the trainer; returns what is told about it."""
-    sizes = {name: len(part) for name, part in data.items()}
-    batch = trainer.args.train_batch_size, arguments.texts_per_batch
-    rows = {name: rows_per_batch(part, *batch) for name, part in data.items()}
-    drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
-    if trainer.is_world_process_zero():
-        for name in data:
-            share = f"drawn with probability {drawn[name]:.3f}"
-            print(f"{name}: {sizes[name]:,} rows, {rows[name]} a batch, {share}")
-    trainer.add_callback(RunReport())
-    checkpoints.train(trainer)
-    trainable, total = trainable_parameters(trainer.model)
-    log = trainer.state.log_history
-    return {
-        "rows": sizes,
-        "rows_per_batch": rows,
-        "probabilities": drawn,
-        "steps": trainer.state.global_step,
-        "seconds": checkpoints.spent(trainer)["seconds"],
-        "trainable_parameters": trainable,
-        "parameters": total,
-        "losses": [[entry["step"], entry["loss"]] for entry in log if "loss" in entry],
-    }
+    return options, training
 
 
 def learning_rate_of(model: str) -> float:
-    """Return the default learning rate for a model: 1e-4, that of the authors' code, and half of
-    the fine-tuning rate for a NeoBERT for which this is higher."""
+    """Return the default learning rate for a model.
+
+    The rate is 1e-4, that of the authors' code, or half of the fine-tuning rate for a NeoBERT for
+    which this is higher.
+    """
     path = Path(model) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if config.get("model_type") != "neobert" or "hidden_size" not in config:
@@ -280,51 +169,304 @@ def learning_rate_of(model: str) -> float:
     return max(PAPER_LEARNING_RATE, default_learning_rate(config["hidden_size"]) / 2)
 
 
-def comparison_warning(heldout: dict) -> str | None:
+# ------------------------------------------------------------------------------------------------
+# run
+
+
+def train(
+    options: ContrastiveOptions, training: SentenceTransformerTrainingArguments
+) -> dict[str, Any]:
+    """Train a sentence encoder and write its directory, unless the run has finished before.
+
+    An interrupted run resumes from its last complete checkpoint.
+
+    Args:
+        options: Options of the command.
+        training: Arguments of the trainer; `output_dir` is the directory of the checkpoints.
+
+    Returns:
+        The content of result.json.
+
+    Raises:
+        UserError: If the input is not valid.
+        Stopped: If SIGTERM was received; a checkpoint has been written.
+    """
+    sources = read_sources(options.data, options.instructions)
+    check_paths(options, sources)
+    output = Output(options.model.output, "contrastive", run_identity(options, training, sources))
+    before: dict[str, float] = {}
+    mixture: Mixture
+
+    def build() -> ContrastiveTrainer:
+        nonlocal before, mixture
+        with training.main_process_first(desc="datasets"):
+            mixture = build_mixture(options, training, sources)
+
+        set_seed(training.seed)
+        model = load_model(options)
+        if options.lora.lora:
+            adapter = lora_config(model[0].auto_model, **options.lora.settings())
+            model.add_adapter(adapter)
+
+        if is_main():
+            log_mixture(mixture)
+            if mixture.validation:
+                before = evaluate_retrieval(model.to(training.device), mixture.validation)
+        trainer = build_trainer(model, mixture, options.loss, training)
+        trainer.add_callback(RunReport())
+        return trainer
+
+    def save(trainer: ContrastiveTrainer, folder: Path) -> dict[str, Any]:
+        if not is_main():
+            return {}
+        summary = summarize(trainer, mixture)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if options.lora.lora:
+            model = merge_lora(model, folder / "adapter", options)
+        model.prompts = model_prompts(mixture.prompts, options.instructions.instruction_template)
+
+        if mixture.validation:
+            summary["validation"] = {
+                "questions": len(mixture.validation.relevant),
+                "texts": len(mixture.validation.texts),
+                "before": before,
+                "after": evaluate_retrieval(model.to(training.device), mixture.validation),
+                "tf-idf": evaluate_tfidf(mixture.validation),
+            }
+            summary["warning"] = comparison_warning(summary["validation"])
+        save_for_all_versions(model, folder)
+        write_card(folder, options, sources, model.max_seq_length, summary)
+        return {"training": summary}
+
+    return run_once(output, build, save, checkpoint_folder=Path(training.output_dir))
+
+
+def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> None:
+    """Raise UserError if the output directory and an input are inside one another."""
+    local = [source.path for source in sources if source.is_local]
+    inputs = [options.model.model, options.data.validation_file, *local]
+    apart(options.model.output, *(path for path in inputs if path and Path(path).exists()))
+
+
+def run_identity(
+    options: ContrastiveOptions,
+    training: SentenceTransformerTrainingArguments,
+    sources: Sequence[PairSource],
+) -> dict[str, Any]:
+    """Return what identifies a run: options, datasets, digests of files and of the model."""
+    local = [source for source in sources if source.is_local]
+    datasets = []
+    for source in sources:
+        entry = asdict(source)
+        if source.is_local:
+            entry["path"] = None
+        datasets.append(entry)
+
+    settings = number_options(training.to_dict()) | identity(options)
+    return settings | {
+        "datasets": datasets,
+        "files": {source.name: files_digest([source.path]) for source in local},
+        "model": known_by(options.model.model),
+        "tokenizer": options.encoder.tokenizer and known_by(options.encoder.tokenizer),
+        "processes": training.world_size,
+    }
+
+
+def load_model(options: ContrastiveOptions) -> SentenceTransformer:
+    """Load the model to start from."""
+    name = options.model.model
+    return load_sentence_transformer(name, **options.encoder.loading(name))
+
+
+# ------------------------------------------------------------------------------------------------
+# data
+
+
+def build_mixture(
+    options: ContrastiveOptions,
+    training: SentenceTransformerTrainingArguments,
+    sources: Sequence[PairSource],
+) -> Mixture:
+    """Load all datasets, and hold out the validation questions.
+
+    Raises:
+        UserError: If a dataset cannot be read or has no batch of distinct texts.
+    """
+    from datasets import DatasetDict
+
+    datasets = DatasetDict({source.name: load_source(source) for source in sources})
+    if options.data.validation_file is not None:
+        validation = read_validation_file(options.data.validation_file, datasets)
+    else:
+        datasets, validation = hold_out(datasets, options.data.validation_percent)
+
+    loss = options.loss
+    parts = mix(datasets, training.train_batch_size, loss.batch_texts, loss.alpha)
+    prompts = {}
+    for source in sources:
+        part = parts[source.name]
+        check_batch(source, part.data, part.batch_rows)
+        text = prompt(options.instructions.instruction_template, source.instruction)
+        if text:
+            prompts[source.name] = {"anchor": text}
+    return Mixture(parts, prompts, validation)
+
+
+def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Questions:
+    """Read the questions of a validation file that are not trained on.
+
+    Raises:
+        UserError: If all questions are trained on.
+    """
+    questions = read_questions(path)
+    relevant = questions.relevant
+    trained = {text for data in datasets.values() for text in data["anchor"] if text in relevant}
+    if trained:
+        logger.warning(
+            "%s: %s of %s questions are trained on. They are not evaluated.",
+            path,
+            f"{len(trained):,}",
+            f"{len(relevant):,}",
+        )
+    relevant = {text: positives for text, positives in relevant.items() if text not in trained}
+    if not relevant:
+        raise UserError(
+            f"all questions of {path} are in the training data. Pass a file of other questions."
+        )
+    return Questions(relevant, questions.texts)
+
+
+def hold_out(datasets: Any, percent: float) -> tuple[Any, Questions | None]:
+    """Hold out validation questions from the training data.
+
+    Args:
+        datasets: Datasets by name, a `DatasetDict`.
+        percent: Percentage of the questions.
+
+    Returns:
+        The datasets without the held-out questions, and these questions or None.
+    """
+    from datasets import DatasetDict
+
+    anchors = (text for data in datasets.values() for text in data["anchor"])
+    chosen = choose_validation_questions(anchors, percent)
+    if not chosen:
+        return datasets, None
+
+    remaining = DatasetDict()
+    rows: list[dict[str, Any]] = []
+    for name, data in datasets.items():
+        remaining[name], held_out = split_questions(data, chosen)
+        rows += held_out
+    return remaining, questions_of_rows(rows)
+
+
+def log_mixture(mixture: Mixture) -> None:
+    """Log the size, batch size and sampling probability of every dataset."""
+    for name, part in mixture.parts.items():
+        logger.info(
+            "%s: %s rows, %d per batch, sampled with probability %.3f",
+            name,
+            f"{len(part.data):,}",
+            part.batch_rows,
+            part.probability,
+        )
+    if mixture.validation:
+        logger.info(
+            "validation: %s questions that are not trained on",
+            f"{len(mixture.validation.relevant):,}",
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# training
+
+
+def build_loss(model: SentenceTransformer, loss: LossOptions) -> MultipleNegativesRankingLoss:
+    """Return InfoNCE on cosine similarity / temperature, with gradient caching if requested."""
+    scale = 1 / loss.temperature
+    if loss.mini_batch_size:
+        return CachedMultipleNegativesRankingLoss(
+            model, scale=scale, mini_batch_size=loss.mini_batch_size
+        )
+    return MultipleNegativesRankingLoss(model, scale=scale)
+
+
+def build_trainer(
+    model: SentenceTransformer,
+    mixture: Mixture,
+    loss: LossOptions,
+    training: SentenceTransformerTrainingArguments,
+) -> ContrastiveTrainer:
+    """Return the trainer of sentence-transformers with the samplers of this package."""
+    from datasets import DatasetDict
+
+    # The library's card would contain rows of the training data; it is not written.
+    model.model_card_data.generate_widget_examples = False
+    # The library takes an empty dictionary for the prompts of a single dataset.
+    training.prompts = mixture.prompts or None
+    training.batch_sampler = functools.partial(TextsBatchSampler, batch_texts=loss.batch_texts)
+    training.multi_dataset_batch_sampler = functools.partial(
+        SizeAlphaBatchSampler, alpha=loss.alpha, group=training.world_size
+    )
+    return ContrastiveTrainer(
+        model=model,
+        args=training,
+        train_dataset=DatasetDict({name: part.data for name, part in mixture.parts.items()}),
+        loss=build_loss(model, loss),
+    )
+
+
+def summarize(trainer: ContrastiveTrainer, mixture: Mixture) -> dict[str, Any]:
+    """Return the figures of a training for result.json."""
+    trainable, total = trainable_parameters(trainer.model)
+    log = trainer.state.log_history
+    return {
+        "rows": {name: len(part.data) for name, part in mixture.parts.items()},
+        "rows_per_batch": {name: part.batch_rows for name, part in mixture.parts.items()},
+        "probabilities": {name: part.probability for name, part in mixture.parts.items()},
+        "steps": trainer.state.global_step,
+        "seconds": spent(trainer)["seconds"],
+        "trainable_parameters": trainable,
+        "parameters": total,
+        "losses": [[entry["step"], entry["loss"]] for entry in log if "loss" in entry],
+    }
+
+
+def comparison_warning(validation: Mapping[str, Any]) -> str | None:
     """Return a warning if the encoder is not better than its start or than TF-IDF."""
-    after = heldout["after"]["mrr@10"]
+    after = validation["after"]["mrr@10"]
     for name, encoder in (("before", "it was before the training"), ("tf-idf", "TF-IDF")):
-        if after <= heldout[name]["mrr@10"]:
+        score = validation[name]["mrr@10"]
+        if after <= score:
             return (
-                f"the encoder is not better than {encoder} (MRR@10 {after:.3f}, "
-                f"{heldout[name]['mrr@10']:.3f}). Train on more pairs or for more epochs, or "
-                "change --learning-rate."
+                f"the encoder is not better than {encoder} (MRR@10 {after:.3f}, {score:.3f}). "
+                "Train on more pairs or for more epochs, or change --learning-rate."
             )
     return None
 
 
-def parse(argv):
-    """(ContrastiveArguments, SentenceTransformerTrainingArguments) of a command line."""
-    arguments, given = OPTIONS["contrastive"].read(argv)
-    if "num_train_epochs" in given and given.get("max_steps", -1) > 0:
-        raise UserError(
-            f"`max_steps` is {given['max_steps']}, so that `num_train_epochs` would be ignored. "
-            "Pass --max-steps -1 to train by epochs."
-        )
-    given.setdefault("num_train_epochs", 1)
-    given.setdefault("learning_rate", learning_rate_of(arguments.model))
-    base = SentenceTransformerTrainingArguments
-    return arguments, training_arguments(Path(arguments.output) / "checkpoints", given, FIXED, base)
+def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> dict[str, str]:
+    """Return the prompts of the encoder: "query", "document", and those of the datasets by name.
+
+    Args:
+        prompts: Prompts of the datasets, {name: {"anchor": prompt}}.
+        template: Format of an instruction before a question.
+    """
+    named = {name: texts["anchor"] for name, texts in prompts.items()}
+    query = next(iter(named.values()), "")
+    if len(set(named.values())) > 1:
+        query = prompt(template, "Retrieve text that answers the query.")
+    return {"query": query, "document": "", **named}
 
 
-def main(argv=None):
-    """`neobert contrastive [RECIPE.yaml] [--option value ...]`; returns the exit code."""
-    arguments, training = parse(argv or [])
-    summary = train(arguments, training)
-    if training.process_index:
-        return 0
-    if summary is None:
-        print(f"{arguments.output}: finished already with this recipe")
-        return 0
-    print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps")
-    if found := summary.get("heldout"):
-        print(
-            f"retrieval of {found['questions']:,} held-out questions among {found['texts']:,} texts"
-        )
-        for when in ("tf-idf", "before", "after"):
-            print(f"  {when:<6}  {described(found[when])}")
-        if summary["warning"]:
-            logger.warning("%s", summary["warning"])
-    else:
-        print("Nothing was measured. Pass --heldout FILE to compare the encoder with its start.")
-    return 0
+def merge_lora(
+    model: SentenceTransformer, adapter_folder: Path, options: ContrastiveOptions
+) -> SentenceTransformer:
+    """Save the adapter alone, and return the model with the adapter merged into its weights."""
+    from peft import PeftModel
+
+    model[0].auto_model.save_pretrained(adapter_folder)
+    merged = load_model(options)
+    PeftModel.from_pretrained(merged[0].auto_model, adapter_folder).merge_and_unload()
+    return merged

@@ -1,85 +1,123 @@
-"""Pairs and triplets for contrastive training: data sets of the Hub and local files in one form,
-and the sampler that mixes them.
+"""Pairs and triplets for contrastive training, and the sampler that mixes datasets.
 
-Every data set becomes columns anchor, positive, negative_1, ..., negative_n. A batch holds one data
-set, drawn with probability proportional to size^alpha (paper, section 4.3).
+Datasets of the Hub and local files are converted to the columns anchor, positive, negative_1, ...,
+negative_n. A batch contains rows of one dataset, which is sampled with probability proportional to
+size^alpha (paper, section 4.3).
 """
 
+import heapq
 import itertools
+import logging
 import math
-import sys
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import torch
+from msgspec import Meta
 from sentence_transformers.base.sampler import (
     MultiDatasetDefaultBatchSampler,
     NoDuplicatesBatchSampler,
 )
 
-from ..common.arguments import check_ranges, option, typed
-from ..common.data import file_format, files, rows, schema
+from ..common.data import file_format, files, fraction, rows, schema
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
+from ..common.options import convert
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.utils.data import ConcatDataset
+
+
+logger = logging.getLogger("neobert.contrastive")
+
+# Bounds of the number of questions that are held out from the training data by default.
+MIN_VALIDATION_QUESTIONS = 20
+MAX_VALIDATION_QUESTIONS = 500
+# Data with fewer questions is not split.
+MIN_QUESTIONS_TO_SPLIT = 200
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """One data set: an entry of `datasets` in a recipe, or one of `--pairs`.
+    """One dataset: an entry of `datasets` in a recipe, or a file of `--pairs`.
 
-    A text is named by a path into the row: `question`, `set.0`, `set.query`, `pos_paras.0.text`;
-    `*` is every item: `neg_paras.*.text`.
+    A text is identified by a path into the row: `question`, `set.0`, `set.query`,
+    `pos_paras.0.text`. `*` stands for every item: `neg_paras.*.text`.
+
+    Attributes:
+        name: Name of the dataset.
+        path: Name on the Hub, or a local file.
+        subset: Configuration of a dataset on the Hub.
+        split: Split of a dataset on the Hub.
+        revision: Revision of a dataset on the Hub.
+        anchor: Path of the anchor.
+        positive: Path of the positive.
+        negatives: Paths of the negatives. By default the columns negative, negative_1, ... of a
+            local file.
+        max_negatives: Maximum number of negatives per row. A shorter list is repeated, and a row
+            without negatives is left out.
+        above: Thresholds, {column: value}. Rows whose value is not greater are left out.
+        qrels: Whether the dataset has MTEB's layout: the split has the columns query-id and
+            corpus-id, and the texts are in the subsets queries and corpus.
+        instruction: Instruction before the anchor.
     """
 
     name: str
-    path: str  # Hub name, or a file of common.data
+    path: str
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
     anchor: str = "anchor"
     positive: str = "positive"
-    # paths; empty: the columns called negative, negative_1, ... of a local file
     negatives: list[str] = field(default_factory=list)
-    # of each row; a shorter list is repeated, a row without any is left out
-    max_negatives: int = option(8, least=1)
-    # {column: value}: only rows whose column is greater
+    max_negatives: Annotated[int, Meta(ge=1)] = 8
     above: dict[str, float] = field(default_factory=dict)
-    # the split lists query-id and corpus-id; the texts are in the subsets queries and corpus
-    # (MTEB's layout)
     qrels: bool = False
-    instruction: str = ""  # what the query asks for; put before the anchor
+    instruction: str = ""
 
     @property
-    def is_local(self):
+    def is_local(self) -> bool:
+        """Whether the dataset is a local file."""
         return file_format(self.path) is not None
 
     @property
-    def columns(self):
-        """The columns of a row that hold all of this."""
+    def columns(self) -> list[str]:
+        """Columns of a row that are read."""
         paths = (self.anchor, self.positive, *self.negatives, *self.above)
         return list(dict.fromkeys(path.split(".")[0] for path in paths))
 
     @classmethod
-    def from_dict(cls, values):
-        """Checks one entry of the recipe.
+    def from_entry(cls, entry: Mapping[str, Any]) -> "PairSource":
+        """Return the dataset of an entry of `datasets` in a recipe.
 
         Raises:
-            UserError: unknown or missing keys, values of a wrong type or out of their range.
+            UserError: If keys are unknown or missing, or a value has a wrong type or is out of
+                range.
         """
-        missing = [key for key in ("name", "path") if not values.get(key)]
-        if missing:
-            raise UserError(f"datasets: an entry has no {missing[0]!r}: {values}")
-        where, hints = f"of the data set {values['name']!r}", get_type_hints(cls)
-        source = cls(**typed(values, hints, where, f"allowed are {', '.join(hints)}"))
-        check_ranges(source, f" {where}")
-        return source
+        for key in ("name", "path"):
+            if not entry.get(key):
+                raise UserError(f"an entry of `datasets` must have a {key!r}, got {entry}.")
+
+        hints = get_type_hints(cls, include_extras=True)
+        where = f" of the dataset {entry['name']!r}"
+        known = f"Allowed keys are {', '.join(hints)}."
+        return cls(**convert(entry, hints, where, known=known))
 
 
-def lookup(value, path):
-    """What `path` ("set.0", "neg_paras.*.text") leads to in a row; None where it leads nowhere."""
+def lookup(value: Any, path: str) -> Any:
+    """Return the value at a path such as "set.0" or "neg_paras.*.text", or None if there is none.
+
+    Args:
+        value: Row, or a part of a row.
+        path: Keys and positions separated by dots; `*` stands for every item of a list.
+    """
     if not path or value is None:
         return value
+
     step, _, rest = path.partition(".")
     if step == "*":
         items = value if isinstance(value, (list, tuple)) else None
@@ -91,48 +129,48 @@ def lookup(value, path):
     return None
 
 
-def unusable(row, source, negative_count):
-    """Why a row is left out, in a few words; None for one that is trained on."""
+def unusable(row: Mapping[str, Any], source: PairSource, negative_count: int) -> str | None:
+    """Return why a row is left out, or None for a row that is used."""
     for name, path in (("anchor", source.anchor), ("positive", source.positive)):
         if not _is_text(lookup(row, path)):
             return f"without {name}"
     if negative_count and not _negatives(row, source):
         return "without negative"
-    for column, lowest in source.above.items():
-        if row[column] is None or not float(row[column]) > lowest:
-            return f"with a {column} not above {lowest:g}"
+    for column, threshold in source.above.items():
+        if row[column] is None or not float(row[column]) > threshold:
+            return f"with a {column} not above {threshold:g}"
     return None
 
 
-def example(row, source, negative_count):
-    """anchor, positive and negative_1 ... of a usable row.
+def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> dict[str, str]:
+    """Return the columns anchor, positive, negative_1, ... of a usable row.
 
     Args:
-        row: dict.
-        source: `PairSource`.
-        negative_count: negatives of every example of this data set; a shorter list is repeated.
+        row: Row of the dataset.
+        source: Dataset.
+        negative_count: Number of negatives of every example. A shorter list is repeated.
     """
-    output = {"anchor": lookup(row, source.anchor), "positive": lookup(row, source.positive)}
+    columns = {"anchor": lookup(row, source.anchor), "positive": lookup(row, source.positive)}
     texts = _negatives(row, source)
     for i in range(negative_count):
-        output[f"negative_{i + 1}"] = texts[i % len(texts)]
-    return output
+        columns[f"negative_{i + 1}"] = texts[i % len(texts)]
+    return columns
 
 
-def _negatives(row, source):
-    texts = []
+def _negatives(row: Mapping[str, Any], source: PairSource) -> list[str]:
+    texts: list[str] = []
     for path in source.negatives:
         value = lookup(row, path)
         texts += filter(_is_text, value if isinstance(value, list) else [value])
     return texts[: source.max_negatives]
 
 
-def _is_text(value):
+def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.strip() != ""
 
 
-def with_negatives(source):
-    """The source with the negative columns of its file named, where it names none itself."""
+def with_negatives(source: PairSource) -> PairSource:
+    """Return the dataset with the negative columns of its local file, unless it names some."""
     if not source.is_local or source.negatives:
         return source
     columns = schema(files(source.path)[0]).names
@@ -140,20 +178,20 @@ def with_negatives(source):
     return replace(source, negatives=names)
 
 
-def load_source(source):
-    """A data set as a `datasets.Dataset` with columns anchor, positive, negative_1, ....
+def load_source(source: PairSource) -> "Dataset":
+    """Load a dataset with the columns anchor, positive, negative_1, ...
 
     Raises:
-        UserError: it cannot be loaded, has other columns, or no usable row.
+        UserError: If the dataset cannot be loaded, lacks a column, or has no usable row.
     """
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError, DatasetsError
 
     try:
-        # What the library's cache goes by.
+        # The cache of the library identifies a dataset by this argument.
         content = files_digest([source.path]) if source.is_local else _rows(source)
-        every = _rows(source) if source.negatives else ()
-        count = max((len(_negatives(row, source)) for row in every), default=0)
+        all_rows = _rows(source) if source.negatives else ()
+        count = max((len(_negatives(row, source)) for row in all_rows), default=0)
         names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
         return Dataset.from_generator(
             _examples,
@@ -163,148 +201,253 @@ def load_source(source):
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
         if "corresponds to no data" in str(error):
             raise UserError(
-                f"{source.path} has no row with an anchor and a positive. Pass a file with "
-                "one pair per line."
+                f"{source.path} has no row with an anchor and a positive. Pass a file with one "
+                "pair per line."
             ) from error
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        reason = one_line(cause, 400)
         raise UserError(
-            f"the data set {source.name} ({source.path}) gives no pairs: {one_line(cause, 400)}"
+            f"the dataset {source.name} ({source.path}) cannot be read: {reason}."
         ) from error
 
 
-def _rows(source):
-    """The rows of a data set, dicts with the columns that are read."""
+def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
+    """Return the rows of a dataset with the columns that are read."""
     from datasets import load_dataset
 
     if source.is_local:
         return rows(source.path, source.columns)
     if source.qrels:
-        return _qrels(source)
+        return _join_qrels(source)
     data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     return data.select_columns(source.columns)
 
 
-def _examples(source, count, content):
-    """The examples of a data set; says on stderr how many rows are left out, and why."""
-    reasons = Counter()
+def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str]]:
+    """Yield the examples of a dataset, and log how many rows are left out and why."""
+    reasons: Counter[str | None] = Counter()
     for row in _rows(source):
         reason = unusable(row, source, count)
         reasons[reason] += 1
         if reason is None:
             yield example(row, source, count)
-    total, used = reasons.total(), reasons.pop(None, 0)
+
+    total = reasons.total()
+    used = reasons.pop(None, 0)
     if reasons:
-        words = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
-        print(
-            f"{source.name}: {total - used:,} of {total:,} rows left out: {words}", file=sys.stderr
+        counts = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+        logger.warning(
+            "%s: %s of %s rows are left out: %s.",
+            source.name,
+            f"{total - used:,}",
+            f"{total:,}",
+            counts,
         )
 
 
-def _qrels(source):
-    """anchor and positive from the three subsets of MTEB's retrieval layout; a document's title
-    comes before its text, as in MTEB."""
+def _join_qrels(source: PairSource) -> "Dataset":
+    """Join the three subsets of MTEB's retrieval layout to the columns anchor and positive.
+
+    The title of a document is put before its text, as in MTEB.
+    """
     from datasets import Dataset, load_dataset
 
-    def load(subset, split):
+    def load(subset: str, split: str) -> "Dataset":
         return load_dataset(source.path, subset, split=split, revision=source.revision)
 
     judgements = [row for row in load("default", source.split) if row["score"] > 0]
     texts = {}
     for subset, key in (("queries", "query-id"), ("corpus", "corpus-id")):
-        wanted, data = {row[key] for row in judgements}, load(subset, subset)
-        numbers = [number for number, name in enumerate(data["_id"]) if name in wanted]
+        judged = {row[key] for row in judgements}
+        data = load(subset, subset)
+        numbers = [number for number, name in enumerate(data["_id"]) if name in judged]
         for row in data.select(numbers):
             texts[key, row["_id"]] = f"{row.get('title') or ''} {row['text']}".strip()
+
     columns = (("anchor", "query-id"), ("positive", "corpus-id"))
     return Dataset.from_dict(
         {name: [texts.get((key, row[key])) for row in judgements] for name, key in columns}
     )
 
 
-def probabilities(sizes, alpha):
-    """Probability of each data set, size^alpha / sum of all."""
+# ------------------------------------------------------------------------------------------------
+# validation questions
+
+
+def choose_validation_questions(questions: Iterable[str], percent: float) -> set[str]:
+    """Return the questions that are held out from training, chosen by hash.
+
+    Args:
+        questions: Questions of the training data, which may repeat.
+        percent: Percentage of the different questions to hold out.
+
+    Returns:
+        Between `MIN_VALIDATION_QUESTIONS` and `MAX_VALIDATION_QUESTIONS` questions. The set is
+        empty if `percent` is 0 or there are fewer than `MIN_QUESTIONS_TO_SPLIT` questions.
+    """
+    if percent == 0:
+        return set()
+    different = set(questions)
+    if len(different) < MIN_QUESTIONS_TO_SPLIT:
+        return set()
+    count = max(MIN_VALIDATION_QUESTIONS, int(len(different) * percent / 100))
+    count = min(count, MAX_VALIDATION_QUESTIONS)
+    return set(heapq.nsmallest(count, different, key=fraction))
+
+
+def split_questions(data: "Dataset", questions: Collection[str]) -> "tuple[Dataset, Dataset]":
+    """Split a dataset into its rows without and with one of these questions."""
+    numbers: tuple[list[int], list[int]] = ([], [])
+    for number, anchor in enumerate(data["anchor"]):
+        numbers[anchor in questions].append(number)
+    if not numbers[True]:
+        return data, data.select([])
+    return data.select(numbers[False]), data.select(numbers[True])
+
+
+# ------------------------------------------------------------------------------------------------
+# batches
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One dataset of a mixture.
+
+    Attributes:
+        data: Rows with the columns anchor, positive, negative_1, ...
+        batch_rows: Number of rows per batch.
+        probability: Probability that a batch is taken from this dataset.
+    """
+
+    data: "Dataset"
+    batch_rows: int
+    probability: float
+
+
+def mix(
+    datasets: "Mapping[str, Dataset]", batch_size: int, batch_texts: int | None, alpha: float
+) -> dict[str, MixturePart]:
+    """Return the parts of a mixture, {name: part}.
+
+    Args:
+        datasets: Datasets by name.
+        batch_size: Number of rows per batch.
+        batch_texts: Number of texts per batch, which replaces `batch_size`.
+        alpha: Exponent of the dataset size in the sampling probability.
+    """
+    shares = probabilities([len(data) for data in datasets.values()], alpha)
+    return {
+        name: MixturePart(data, rows_per_batch(data, batch_size, batch_texts), share)
+        for (name, data), share in zip(datasets.items(), shares)
+    }
+
+
+def probabilities(sizes: Sequence[int], alpha: float) -> list[float]:
+    """Return the sampling probability of each dataset, size^alpha / sum of all size^alpha."""
     weights = [size**alpha for size in sizes]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 
 
 class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
-    """Every batch from one data set, drawn with probability proportional to size^alpha.
+    """Batch sampler over datasets that are sampled with probability proportional to size^alpha.
 
-    A small data set is gone through again, in a new order, as often as it is drawn. An epoch has as
-    many batches as the data sets together. `group` neighbouring batches hold the same data set: the
-    processes of one step, which may then share their negatives.
+    A small dataset is repeated in a new order as often as needed. An epoch has as many batches as
+    all datasets together. `group` consecutive batches are taken from the same dataset: those of
+    the processes of one step, which may then share their negatives.
 
     Args:
-        dataset: ConcatDataset.
-        batch_samplers: one sampler a data set.
-        alpha: 0 draws all alike, 1 in proportion to their size.
-        group: number of processes.
+        dataset: Concatenated datasets.
+        batch_samplers: One batch sampler per dataset.
+        generator: Not used; the sampler has its own generator.
+        seed: Random seed.
+        alpha: Exponent of the size: 0 samples datasets uniformly, 1 in proportion to their size.
+        group: Number of processes.
     """
 
-    def __init__(self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1):
+    def __init__(
+        self,
+        dataset: "ConcatDataset",
+        batch_samplers: Sequence[Any],
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+        alpha: float = 0.5,
+        group: int = 1,
+    ) -> None:
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
-        # it differs between data sets; accelerate would drop the batches of any other size
+        # Datasets have batches of different sizes. accelerate would drop those of other sizes.
         self.batch_size = None
         self.group = group
         self.probabilities = probabilities([len(part) for part in dataset.datasets], alpha)
 
-    def __iter__(self):
-        # The inner samplers seed a generator that they may share with this one; the draws have
-        # their own.
+    def __iter__(self) -> Iterator[list[int]]:
+        # The samplers of the datasets seed a generator that they may share with this sampler, so
+        # the datasets are sampled with a separate one.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         offsets = [0]
         for part in self.dataset.datasets:
             offsets.append(offsets[-1] + len(part))
         weights = torch.tensor(self.probabilities, dtype=torch.float64)
         batches = [self._batches(number) for number in range(len(self.batch_samplers))]
-        for _ in range(len(self) // self.group):
-            drawn = int(torch.multinomial(weights, 1, generator=generator))
-            for _ in range(self.group):
-                yield [index + offsets[drawn] for index in next(batches[drawn])]
 
-    def _batches(self, number):
-        """The batches of one data set, without an end: each time through in a new order."""
-        for times in itertools.count():
+        for _ in range(len(self) // self.group):
+            chosen = int(torch.multinomial(weights, 1, generator=generator))
+            for _ in range(self.group):
+                yield [index + offsets[chosen] for index in next(batches[chosen])]
+
+    def _batches(self, number: int) -> Iterator[list[int]]:
+        """Yield batches of one dataset forever, in a new order in every pass."""
+        for repetition in itertools.count():
             sampler = self.batch_samplers[number]
             if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch * 1_000_003 + times * 101 + number)
+                sampler.set_epoch(self.epoch * 1_000_003 + repetition * 101 + number)
             yield from sampler
 
-    def __len__(self):
+    def __len__(self) -> int:
         return sum(len(sampler) for sampler in self.batch_samplers) // self.group * self.group
 
 
 class TextsBatchSampler(NoDuplicatesBatchSampler):
-    """Batches without a text that occurs twice, which would be a negative of its own row.
+    """Batch sampler that never puts the same text into a batch twice.
+
+    A text that occurs twice would be a negative of its own row.
 
     Args:
-        batch_size: rows of a batch.
-        texts_per_batch: texts of one batch over all its columns (the paper's code: 128), in place
-            of `batch_size`.
+        dataset: Rows of texts.
+        batch_size: Number of rows per batch.
+        drop_last: Not used; an incomplete last batch is always dropped.
+        batch_texts: Number of texts per batch over all columns, which replaces `batch_size`. The
+            code of the paper has 128.
+        generator: Not used; the sampler has its own generator.
+        **kwargs: Arguments of the library's sampler.
     """
 
     def __init__(
-        self, dataset, batch_size, drop_last=True, texts_per_batch=None, generator=None, **others
-    ):
-        size = rows_per_batch(dataset, batch_size, texts_per_batch)
-        super().__init__(dataset, size, drop_last=True, generator=torch.Generator(), **others)
+        self,
+        dataset: "Dataset",
+        batch_size: int,
+        drop_last: bool = True,
+        batch_texts: int | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        size = rows_per_batch(dataset, batch_size, batch_texts)
+        super().__init__(dataset, size, drop_last=True, generator=torch.Generator(), **kwargs)
 
 
-def rows_per_batch(dataset, batch_size, texts_per_batch=None):
-    """Rows in a batch of `dataset`."""
-    if texts_per_batch is None:
+def rows_per_batch(dataset: "Dataset", batch_size: int, batch_texts: int | None = None) -> int:
+    """Return the number of rows per batch of a dataset, at least 2 for `batch_texts`."""
+    if batch_texts is None:
         return batch_size
-    # The trainer adds a column with the name of the data set.
+    # The trainer adds a column with the name of the dataset.
     texts = [name for name in dataset.column_names if name != "dataset_name"]
-    return max(2, texts_per_batch // len(texts))
+    return max(2, batch_texts // len(texts))
 
 
-def check_batch(source, data, size):
-    """Raises UserError where a batch of `size` rows without a common text cannot be found."""
+def check_batch(source: PairSource, data: "Dataset", size: int) -> None:
+    """Raise UserError if no batch of `size` rows with distinct texts can be formed."""
     if next(iter(TextsBatchSampler(data, size)), None) is None:
         raise UserError(
-            f"{source.name} ({source.path}): {size} rows without a common text make a batch, and "
-            f"its {len(data):,} usable rows have not so many; give a smaller "
-            "--per-device-train-batch-size"
+            f"{source.name} ({source.path}): cannot form a batch of {size} rows with distinct "
+            f"texts from {len(data):,} usable rows. Reduce --per-device-train-batch-size."
         )

@@ -1,31 +1,45 @@
-"""The card of an encoder that `neobert contrastive` made: what it is, how to use it, what was
-measured; no row of the training data."""
+"""Model card of an encoder trained by `neobert contrastive`.
+
+The card describes the encoder, its use and its evaluation, and contains no training data.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import printable
 from ..common.files import write_text
 from ..common.model_card import base_model, front_matter, licence, read_card
 from ..common.results import markdown_table, shown
 from ..evaluation.retrieval import METRICS
+from .data import PairSource
+from .options import ContrastiveOptions
 
 
-def write_card(folder, arguments, sources, length, training):
-    """README.md of the encoder.
+def write_card(
+    folder: Path,
+    options: ContrastiveOptions,
+    sources: Sequence[PairSource],
+    max_length: int | None,
+    summary: Mapping[str, Any],
+) -> None:
+    """Write README.md.
 
     Args:
-        folder: where it is written.
-        arguments: `ContrastiveArguments`.
-        sources: the `PairSource`s.
-        length: tokens of a text that are read.
-        training: what `train` returns.
+        folder: Directory of the encoder.
+        options: Options of the command.
+        sources: Datasets of the training.
+        max_length: Maximum sequence length of the encoder in tokens.
+        summary: Figures of the training, see `command.train`.
     """
-    name = Path(arguments.output).resolve().name
-    metadata_license = licence(arguments.license, read_card(arguments.model))
+    name = printable(Path(options.model.output).resolve().name)
+    start = options.model.model
+    hub_datasets = list(dict.fromkeys(source.path for source in sources if not source.is_local))
+    license_metadata = licence(options.card.license, read_card(start))
     metadata = front_matter(
-        **metadata_license,
-        **base_model(arguments.base_model, arguments.model),
+        **license_metadata,
+        **base_model(options.card.base_model, start),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         tags=[
@@ -35,51 +49,56 @@ def write_card(folder, arguments, sources, length, training):
             "contrastive",
             "custom_code",
         ],
-        datasets=list(dict.fromkeys(source.path for source in sources if not source.is_local))
-        or None,
+        datasets=hub_datasets or None,
     )
-    data = [
-        [printable(key), f"{rows:,}", f"{training['probabilities'][key]:.3f}"]
-        for key, rows in training["rows"].items()
-    ]
-    instructed = any(source.instruction.strip() for source in sources)
-    comment = "  # adds the instruction of the training" if instructed else ""
-    inherited = ""
-    if metadata_license and not arguments.license:
-        inherited = "The license is that of the model card of the start.\n\n"
-    text = f"""
-# {printable(name)}
 
-A sentence encoder: `{printable(shown(arguments.model))}` after {training["steps"]:,} steps of contrastive training with
-[sentence-transformers](https://sbert.net). It reads at most {length:,} tokens of a text.
+    has_instruction = any(source.instruction.strip() for source in sources)
+    comment = "  # adds the instruction of the training" if has_instruction else ""
+    inherited = ""
+    if license_metadata and not options.card.license:
+        inherited = "The license is that of the start model's card.\n\n"
+    data = [
+        [printable(key), f"{rows:,}", f"{summary['probabilities'][key]:.3f}"]
+        for key, rows in summary["rows"].items()
+    ]
+    warning = summary.get("warning")
+    warning_text = f"**Warning:** {warning}\n\n" if warning else ""
+    length = f"{max_length:,} tokens" if max_length else "the length of its positions"
+    text = f"""
+# {name}
+
+A sentence encoder: `{printable(shown(start))}` after {summary["steps"]:,} steps of contrastive training with [sentence-transformers](https://sbert.net).
+Texts are truncated to {length}.
 
 ```python
 from sentence_transformers import SentenceTransformer
 
-model = SentenceTransformer({json.dumps(printable(name))}, trust_remote_code=True)
+model = SentenceTransformer({json.dumps(name)}, trust_remote_code=True)
 queries = model.encode_query(["A question."]){comment}
 documents = model.encode_document(["A text that may answer it."])
 print(model.similarity(queries, documents))
 ```
 
-{_measured(training.get("heldout"))}## Training
+{_evaluation(summary.get("validation"))}{warning_text}## Training
 
-{inherited}InfoNCE on cosine similarity / {arguments.temperature:g}. `result.json` holds all settings and the losses.
+{inherited}InfoNCE on cosine similarity / {options.loss.temperature:g}. `result.json` contains all settings and the losses.
 
-{markdown_table(["data set", "rows", "share of the batches"], data)}
+{markdown_table(["dataset", "rows", "sampling probability"], data)}
 """  # noqa: E501
     write_text(folder / "README.md", metadata + text)
 
 
-def _measured(found):
-    if found is None:
+def _evaluation(validation: Mapping[str, Any] | None) -> str:
+    """Return the section about the evaluation, or "" without one."""
+    if validation is None:
         return ""
-    rows = [
-        [when, *(f"{found[when][name]:.3f} ± {found[when][f'{name}_se']:.3f}" for name in METRICS)]
-        for when in ("tf-idf", "before", "after")
-    ]
+    rows = []
+    for encoder in ("tf-idf", "before", "after"):
+        metrics = validation[encoder]
+        cells = [f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}" for name in METRICS]
+        rows.append([encoder, *cells])
     return (
-        f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched "
-        f"among {found['texts']:,} texts:\n\n"
-        f"{markdown_table(['encoder', *METRICS], rows)}\n"
+        f"## Evaluation\n\nRetrieval for {validation['questions']:,} questions that were not "
+        f"trained on. Each question is searched among {validation['texts']:,} texts. Mean ± "
+        f"standard error.\n\n{markdown_table(['encoder', *METRICS], rows)}\n"
     )

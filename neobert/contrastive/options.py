@@ -1,133 +1,196 @@
 """Options of `neobert contrastive`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.errors import UserError, listed
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
+from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template, read_instructions
-from ..embeddings.options import EncoderOptions
-from ..training.lora import LoraOptions
+from ..embeddings.options import EncoderGroup
+from ..training.lora import LoraGroup
 
 
-LENGTH = 1024  # tokens of a text, for a bare encoder: that of the authors' code
+if TYPE_CHECKING:
+    from .data import PairSource
 
 
-@dataclass(kw_only=True)
-class PairsOptions(Arguments):
-    """What is trained on what."""
+# Maximum sequence length of an encoder without a pooling module, from the authors' code.
+DEFAULT_MAX_LENGTH = 1024
 
-    model: str = option(help="encoder to start from: a folder or a Hub name")
-    output: str = option(help="folder of the sentence encoder", free=True)
+
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Model to start from, and output directory."""
+
+    title = "Model"
+
+    model: str = option(
+        help="Model to start from: a directory or a name on the Hub.", metavar="NAME"
+    )
+    output: str = option(
+        help="Output directory of the sentence encoder.", metavar="PATH", affects_results=False
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions(OptionGroup):
+    """Training and validation data."""
+
+    title = "Data"
+
+    # Sources and files are identified by their content.
     pairs: list[str] = option(
         default_factory=list,
-        help="files of rows with columns anchor, positive, negative, negative_1, ...",
+        help="Files of rows with the columns anchor, positive and, optionally, negative or "
+        "negative_1, negative_2, ...",
+        metavar="PATH",
+        affects_results=False,
     )
-    heldout: str | None = option(
+    datasets: list[dict[str, Any]] = option(
+        default_factory=list,
+        help="Datasets in a YAML recipe, see recipes/contrastive.yaml.",
+        affects_results=False,
+    )
+    validation_file: str | None = option(
         None,
-        "file of pairs to measure retrieval on, before and after the training; never trained on",
-        free=True,
+        "File of pairs for evaluating retrieval before and after training. Its questions are never "
+        "trained on.",
+        metavar="PATH",
+        affects_results=False,
     )
-    datasets: list[dict] = option(
-        default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe"
+    validation_percent: Annotated[float, Meta(ge=0, le=50)] = option(
+        5.0,
+        "Percentage of the questions held out for evaluation if there is no --validation-file: "
+        "at least 20 and at most 500 questions, selected by hash. Data with fewer than 200 "
+        "questions is not split. 0 disables the evaluation.",
     )
 
 
-@dataclass(kw_only=True)
-class InstructionOptions(Arguments):
-    """Instructions before the queries."""
+@dataclass(frozen=True)
+class InstructionOptions(OptionGroup):
+    """Instructions before the questions."""
 
-    instruction: str = option("", "instruction before the anchors of --pairs")
+    title = "Instructions"
+
+    instruction: str = option("", "Instruction before the anchors of --pairs.")
     instructions: str | None = option(
-        None, "YAML or JSON file {data set: instruction}, in place of those of the recipe"
+        None,
+        "YAML or JSON file {dataset: instruction}, which replaces the instructions of the recipe.",
+        metavar="PATH",
+        affects_results=False,
     )
-    instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
+    instruction_template: str = option(TEMPLATE, "Format of an instruction before a question.")
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __post_init__(self) -> None:
         check_template(self.instruction_template)
 
 
-@dataclass(kw_only=True)
-class LossOptions(Arguments):
-    """The loss and its batches."""
+@dataclass(frozen=True)
+class LossOptions(OptionGroup):
+    """Loss and batches."""
 
-    temperature: float = option(0.07, "the cosine similarity is divided by this", above=0)
-    alpha: float = option(
-        0.5,
-        "a batch's data set is drawn with probability proportional to size^alpha",
-        least=0,
-        most=10,
+    title = "Loss and batches"
+
+    temperature: Annotated[float, Meta(gt=0)] = option(
+        0.07, "Temperature by which cosine similarities are divided."
     )
-    texts_per_batch: int | None = option(
-        None, "texts in a batch over all columns, in place of the batch size", least=1
+    alpha: Annotated[float, Meta(ge=0, le=10)] = option(
+        0.5, "Exponent of the dataset size in the sampling probability of a dataset."
     )
-    mini_batch_size: int | None = option(
-        None, "gradient caching: texts at a time, for batches that do not fit", least=1
-    )
-
-
-@dataclass(kw_only=True)
-class CardOptions(Arguments):
-    """What the card says."""
-
-    license: str | None = option(None, LICENSE_HELP, free=True)
-    base_model: str | None = option(None, BASE_MODEL_HELP, free=True)
-
-
-@dataclass(kw_only=True)
-class ContrastiveArguments(
-    CardOptions, LoraOptions, LossOptions, InstructionOptions, EncoderOptions, PairsOptions
-):
-    """Options of `neobert contrastive`."""
-
-    max_length: int | None = option(
+    batch_texts: Annotated[int, Meta(ge=1)] | None = option(
         None,
-        f"tokens per text; by default a sentence encoder's own limit, and {LENGTH:,} for a bare "
-        "encoder",
-        least=3,
-        most=2**31 - 1,
+        "Number of texts per batch, over all columns. Replaces --per-device-train-batch-size.",
+    )
+    mini_batch_size: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Number of texts per forward pass with gradient caching, for large batches."
     )
 
-    def sources(self):
-        """The `PairSource`s, each with its instruction and the columns of its negatives."""
-        from .data import PairSource, with_negatives
 
-        sources = [PairSource.from_dict(entry) for entry in self.datasets]
-        for path in self.pairs:
-            name = Path(path).name.split(".")[0]
-            sources.append(PairSource(name=name, path=path, instruction=self.instruction))
-        names = [source.name for source in sources]
-        if not sources or len(set(names)) < len(names):
-            raise UserError(
-                "give data sets of different names, in a recipe (neobert contrastive "
-                f"recipes/contrastive.yaml) or as --pairs FILE, but {listed(names) or 'none'} "
-                "was given"
-            )
-        if self.instructions is not None:
-            texts = read_instructions(self.instructions, names)
-            if lacking := [name for name in names if name not in texts]:
-                raise UserError(
-                    f"{self.instructions} has no instruction for {listed(lacking)}; give every "
-                    "data set one, '' for none"
-                )
-            sources = [replace(source, instruction=texts[source.name]) for source in sources]
-        return [with_negatives(source) for source in sources]
+@dataclass(frozen=True)
+class ContrastiveEncoderOptions(EncoderGroup):
+    """Loading of the model to start from."""
 
-    def loading(self):
-        """How `load_sentence_transformer` loads it."""
+    max_length: Annotated[int, Meta(ge=3, le=2**31 - 1)] | None = option(
+        None,
+        "Maximum sequence length in tokens. By default the limit of the sentence encoder, or "
+        f"{DEFAULT_MAX_LENGTH:,} for an encoder without a pooling module.",
+    )
+
+    def loading(self, model: str) -> dict[str, Any]:
+        """Return the keyword arguments with which `load_sentence_transformer` loads `model`."""
         from sentence_transformers.util import is_sentence_transformer_model
 
-        length = self.max_length
-        if length is None and not is_sentence_transformer_model(self.model):
-            length = LENGTH
-        return {**super().loading(), "max_length": length}
+        settings = self.settings()
+        if self.max_length is None and not is_sentence_transformer_model(model):
+            settings["max_length"] = DEFAULT_MAX_LENGTH
+        return settings
 
 
-# Trainer's options with other defaults than Trainer's: those of the authors' code. `parse` adds one
-# epoch and the learning rate of the model.
-CONTRASTIVE_TRAINER = {
+@dataclass(frozen=True)
+class CardOptions(OptionGroup):
+    """Metadata of the model card."""
+
+    title = "Model card"
+
+    license: str | None = option(None, LICENSE_HELP, metavar="NAME", affects_results=False)
+    base_model: str | None = option(None, BASE_MODEL_HELP, metavar="NAME", affects_results=False)
+
+
+@dataclass(frozen=True)
+class ContrastiveOptions:
+    """Options of `neobert contrastive`."""
+
+    model: ModelOptions
+    data: DataOptions = DataOptions()
+    instructions: InstructionOptions = InstructionOptions()
+    loss: LossOptions = LossOptions()
+    encoder: ContrastiveEncoderOptions = ContrastiveEncoderOptions()
+    lora: LoraGroup = LoraGroup()
+    card: CardOptions = CardOptions()
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[PairSource]":
+    """Return the datasets of the recipe and of `--pairs` with their instructions and negatives.
+
+    Raises:
+        UserError: If there is no dataset, two of them have the same name, an entry is not valid, or
+            the file of instructions lacks a dataset.
+    """
+    from .data import PairSource, with_negatives
+
+    sources = [PairSource.from_entry(entry) for entry in data.datasets]
+    for path in data.pairs:
+        name = Path(path).name.split(".")[0]
+        sources.append(PairSource(name=name, path=path, instruction=instructions.instruction))
+
+    names = [source.name for source in sources]
+    if not sources or len(set(names)) < len(names):
+        raise UserError(
+            "datasets must have different names, and at least one is needed, got "
+            f"{listed(names) or 'none'}. Pass --pairs FILE, or a recipe such as "
+            "recipes/contrastive.yaml."
+        )
+
+    if instructions.instructions is not None:
+        texts = read_instructions(instructions.instructions, names)
+        missing = [name for name in names if name not in texts]
+        if missing:
+            raise UserError(
+                f"{instructions.instructions} has no instruction for {listed(missing)}. Add one "
+                "for every dataset, '' for none."
+            )
+        sources = [replace(source, instruction=texts[source.name]) for source in sources]
+    return [with_negatives(source) for source in sources]
+
+
+# Options of Trainer whose defaults differ, from the authors' code. `command.parse` adds one epoch
+# and the learning rate of the model.
+TRAINER_DEFAULTS = {
     "per_device_train_batch_size": 64,
     "weight_decay": 0.01,
     "adam_beta1": 0.9,
@@ -145,13 +208,13 @@ CONTRASTIVE_TRAINER = {
 
 
 OPTIONS = {
-    "contrastive": Options(
+    "contrastive": OptionParser(
         "neobert contrastive",
-        "Contrastive fine-tuning of an encoder to a sentence encoder (paper, section 4.3): "
+        "Fine-tune a model to a sentence encoder with a contrastive loss (paper, section 4.3): "
         "InfoNCE with in-batch and hard negatives.",
-        (ContrastiveArguments,),
-        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --heldout test.jsonl "
-        "--output runs/encoder",
-        CONTRASTIVE_TRAINER,
+        ContrastiveOptions,
+        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --validation-file "
+        "test.jsonl --output runs/encoder",
+        TRAINER_DEFAULTS,
     ),
 }

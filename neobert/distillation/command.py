@@ -1,16 +1,15 @@
-"""`neobert distill TEACHER RECIPE.yaml`: a NeoBERT sentence encoder that learns the vectors of
-another one.
+"""Command `neobert distill`: train a NeoBERT sentence encoder on the embeddings of another one.
 
-The teacher is any model of sentence-transformers; its vectors are computed once and kept. The
-student is a new NeoBERT of any size, or one that exists. It trains with sentence-transformers'
-trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
-
-`--work` keeps the teacher's vectors, which several runs may share; checkpoints are in the output
-until it is finished.
+The teacher is any model of sentence-transformers. Its embeddings are computed once and stored in
+`--work`, which several runs may share. The student is a new NeoBERT of any size or an existing one.
+It is trained with the trainer of sentence-transformers on packed batches.
 """
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,271 +26,367 @@ from transformers import set_seed
 from ..common.folders import apart, check_folder, new_file
 from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model
-from ..common.output import Output, run_settings
+from ..common.options import identity, log_options
+from ..common.output import Output
 from ..common.packing import compile_blocks, uncompile_blocks
-from ..common.results import environment, markdown_table
+from ..common.results import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
-from ..evaluation.retrieval import measure, read_questions
-from ..training import checkpoints
-from ..training.checkpoints import RunTrainer
+from ..evaluation.retrieval import Questions, evaluate_retrieval, read_questions
+from ..training.checkpoints import RunTrainer, is_main, spent
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
+from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
-from .data import read_texts, teacher_vectors, texts_digest
+from .data import Texts, TextSource, read_texts, teacher_embeddings, texts_digest
 from .loss import Agreement, DistillLoss
 from .model_card import write_card
-from .options import OPTIONS
+from .options import OPTIONS, DistillOptions
 from .student import (
     STORED_AS,
     build_student,
-    fitted_table,
+    embed_single_tokens,
+    fit_token_embeddings,
     save_student,
     starts_from_teacher,
     take_embeddings,
-    token_vectors,
 )
 
 
-logger = logging.getLogger("neobert")
+logger = logging.getLogger("neobert.distillation")
 
-FIGURES = "figures.json"
-# A useless student had a mean cosine of 0.18 with its teacher, sensible ones 0.76 to 0.88.
+RESULT = "figures.json"
+# A useless student had a mean cosine of 0.18 with its teacher, useful ones 0.76 to 0.88.
 LOW_COSINE = 0.5
 
 
 class ShuffledBatches(DefaultBatchSampler):
-    """Batches whose order is a function of the seed and the epoch: a run that goes on has the
-    same."""
+    """Batch sampler whose order depends on the seed and the epoch alone, so that runs resume."""
 
-    def __init__(self, dataset, batch_size, drop_last, seed=0, **unused):
+    def __init__(
+        self, dataset: Dataset, batch_size: int, drop_last: bool, seed: int = 0, **kwargs: Any
+    ) -> None:
         sampler = RandomSampler(dataset, generator=torch.Generator())
         super().__init__(sampler, batch_size=batch_size, drop_last=drop_last, seed=seed)
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         self.sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
         return super().__iter__()
 
 
 class DistillTrainer(RunTrainer, SentenceTransformerTrainer):
-    """The library's trainer, whose runs go on after an interruption."""
+    """Trainer of sentence-transformers whose runs resume after an interruption."""
 
 
-def settings_of(arguments, trainer_options, sources, others):
-    """What a run is known by: its settings, with digests of its texts and of the weights it starts
-    from."""
-    settings = run_settings(arguments)
-    for name, value in number_options(trainer_options).items():
-        if not name.startswith("eval_"):  # an evaluation only measures here
-            settings[name] = value
-    settings["teacher"] = known_by(arguments.teacher)
-    settings["init_from"] = arguments.init_from and known_by(arguments.init_from)
-    settings["text_digests"] = [files_digest([source.path]) for source in sources + others]
-    return settings
+# ------------------------------------------------------------------------------------------------
+# command line
 
 
-def all_vectors(arguments, texts, teacher):
-    """The teacher's vectors of the training texts, (N, D) float16 on disk; {name: (texts, their
-    vectors)} of what agreement is measured on; and the student's token embeddings, or None. Each is
-    computed once, and kept under `--work`."""
-    known = [model_digest(arguments.teacher), str(arguments.max_length), arguments.teacher_dtype]
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert distill TEACHER [RECIPE.yaml] [--option value ...]`, return the exit code."""
+    options = OPTIONS["distill"].read(argv or [])
+    log_options(options)
+    result = train(options)
+    if not is_main():
+        return 0
 
-    def place(name, rows):
-        file = f"{name}-{texts_digest([*known, *rows])}.npy"
-        return Path(arguments.work) / "vectors" / file
-
-    def vectors(name, rows):
-        return teacher_vectors(place(name, rows), rows, teacher)
-
-    sets = {name: (rows, np.float32(vectors(name, rows))) for name, rows in texts.measured.items()}
-    train = vectors("train", texts.train)
-    if not arguments.embeddings_from_teacher:
-        return train, sets, None
-    path = place("tokens", texts.train)
-    if not path.is_file():
-        alone = token_vectors(teacher, len(teacher.sentence_transformer.tokenizer))
-        with new_file(path) as file:
-            np.save(file, fitted_table(alone, teacher.tokenize(texts.train), train))
-    return train, sets, torch.from_numpy(np.load(path))
+    print(f"{options.model.output}: sentence encoder after {result['steps']:,} steps")
+    if result["stored"]:
+        print(comparison_table(result["comparison"]))
+    if result["warning"]:
+        logger.warning("Warning: %s", result["warning"])
+    return 0
 
 
-def train(arguments, trainer_options):
-    """Trains the student and writes its folder; a run that was interrupted goes on at its last
-    checkpoint.
+def train(options: DistillOptions) -> dict[str, Any]:
+    """Train a student and write its directory, unless the run has finished before.
+
+    An interrupted run resumes from its last complete checkpoint.
 
     Returns:
-        dict of figures: agreement over the steps, losses, seconds. None if the output
-        was finished already.
+        The content of figures.json: agreement over the steps, losses, time, comparison.
+
     Raises:
-        UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
+        UserError: If the input is not valid.
+        Stopped: If SIGTERM was received; a checkpoint has been written.
     """
-    sources, others = arguments.sources()
-    paths = (arguments.teacher, arguments.init_from, *(s.path for s in sources + others))
-    inputs = [path for path in paths if path and Path(path).exists()]
-    check_folder(arguments.work, "work")
-    apart(arguments.output, arguments.work, *inputs)
-    apart(arguments.work, *inputs)
-    for model in filter(None, (arguments.teacher, arguments.init_from)):
-        check_model(model)
-    checkpoint_folder = Path(arguments.output) / "checkpoints"
+    sources = [TextSource.from_entry(entry) for entry in options.data.texts]
+    others = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
+    check_paths(options, [*sources, *others])
+    checkpoint_folder = Path(options.model.output) / "checkpoints"
     training = training_arguments(
         checkpoint_folder,
-        trainer_options,
+        options.trainer,
         BLOCKS_ONLY,
         base=SentenceTransformerTrainingArguments,
     )
-    settings = settings_of(arguments, trainer_options, sources, others)
-    settings["processes"] = training.world_size
-    output = Output(arguments.output, "distill", settings, result=FIGURES)
-    if output.state() == "finished":
-        checkpoints.remove_checkpoints(checkpoint_folder)
-        return None
-    heldout = read_questions(arguments.heldout) if arguments.heldout else None
-    texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
-    if training.eval_strategy != "no":
-        texts.check_measured()
-    # Before the models are loaded, so that a second process is refused immediately.
-    with checkpoints.claim(output):
-        return _distill(arguments, training, output, texts, heldout)
+
+    settings = run_identity(options, [*sources, *others], training.world_size)
+    output = Output(options.model.output, "distill", settings, result=RESULT)
+    run = Distillation(options, training, sources, others)
+    return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder)
 
 
-def _distill(arguments, training, output, texts, heldout):
-    """Train the student in its claimed output; return its figures."""
-    set_seed(training.seed)
-    teacher = PackedEncoder(
-        arguments.teacher,
-        dtype=arguments.teacher_dtype,
-        device=training.device,
-        max_length=arguments.max_length,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    arguments.embeddings_from_teacher = starts_from_teacher(arguments, teacher.sentence_transformer)
-    student = build_student(arguments, teacher.sentence_transformer, teacher.width)
-    with training.main_process_first(desc="teacher vectors"):
-        vectors, sets, table = all_vectors(arguments, texts, teacher)
-    measured = Agreement(sets)
-    comparison = {}
-    is_main = training.process_index == 0
-    if is_main:
-        comparison["teacher"] = dict.fromkeys(measured_names(sets), 1.0)
-        if heldout:
-            comparison["teacher"] |= measure(teacher.sentence_transformer, *heldout)
-    del teacher
-    if table is not None:
-        take_embeddings(student, table, STORED_AS[arguments.embedding_dtype])
-    if is_main:
-        # Deterministic, so that a resumed run measures the same start.
-        comparison["start"] = compare(student.to(training.device), measured, heldout)
-    model = student[0].auto_model
-    if arguments.compile:
-        compile_blocks(model)
-    training.batch_sampler = ShuffledBatches
-    # A smaller batch has fewer similarities, and one text none.
-    training.dataloader_drop_last = len(texts.train) > training.train_batch_size
-    numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
-    trainer = DistillTrainer(
-        model=student,
-        args=training,
-        train_dataset=numbered,
-        loss=DistillLoss(student, arguments, vectors),
-        evaluator=measured,
-    )
-    trainer.add_callback(RunReport())
-    checkpoints.train(trainer)
-    uncompile_blocks(model)
-    figures = {
-        "texts": {
-            "train": len(texts.train),
-            "held_out": len(texts.held_out),
-            **{name: len(rows) for name, rows in texts.other.items()},
-        },
-        "steps": trainer.state.global_step,
-        "epochs": trainer.state.epoch,
-        "seconds": checkpoints.spent(trainer)["seconds"],
-        "losses": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "agreement": agreements(trainer.state.log_history),
-        "environment": environment(
-            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
-            processes=training.world_size,
-        ),
+def check_paths(options: DistillOptions, sources: Sequence[TextSource]) -> None:
+    """Raise UserError if a directory and an input are inside one another, or a model is damaged."""
+    models = [name for name in (options.model.teacher, options.model.init_from) if name]
+    names = [*models, *(source.path for source in sources)]
+    if options.data.validation_file:
+        names.append(options.data.validation_file)
+    inputs = [name for name in names if Path(name).exists()]
+
+    check_folder(options.work_folder, "work")
+    apart(options.model.output, options.work_folder, *inputs)
+    apart(options.work_folder, *inputs)
+    for model in models:
+        check_model(model)
+
+
+def run_identity(
+    options: DistillOptions, sources: Sequence[TextSource], processes: int
+) -> dict[str, Any]:
+    """Return what identifies a run: options, digests of the texts and of the models."""
+    settings = identity(options)
+    for name, value in number_options(options.trainer).items():
+        # The evaluation does not change the weights.
+        if not name.startswith("eval_"):
+            settings[name] = value
+    init_from = options.model.init_from
+    return settings | {
+        "teacher": known_by(options.model.teacher),
+        "init_from": init_from and known_by(init_from),
+        "text_digests": [files_digest([source.path]) for source in sources],
+        "processes": processes,
     }
-    if is_main:
-        with output.final_files() as folder:
-            save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
-            stored = load_sentence_transformer(str(folder), training.device)
-            comparison["student"] = compare(stored, measured, heldout)
-            figures["stored"] = {name: comparison["student"][name] for name in measured_names(sets)}
-            figures["comparison"] = comparison
-            figures["warning"] = comparison_warning(comparison)
-            write_card(folder, arguments, figures)
-        output.finish(**figures)
-        checkpoints.remove_checkpoints(training.output_dir)
-    return figures
 
 
-def measured_names(sets: dict) -> list[str]:
-    """Return the names of the agreement metrics of these sets of texts."""
-    return [f"{name}_{metric}" for name in sets for metric in ("cosine", "spearman")]
+# ------------------------------------------------------------------------------------------------
+# run
 
 
-def compare(model: SentenceTransformer, measured: Agreement, heldout: tuple | None) -> dict:
-    """Return the agreement of an encoder with the teacher and, with `heldout`, its retrieval."""
-    metrics = measured(model)
-    return metrics | measure(model, *heldout) if heldout else metrics
+class Distillation:
+    """One run: builds the trainer, and saves the student.
+
+    Args:
+        options: Options of the command.
+        training: Arguments of the trainer.
+        sources: Sources of training texts.
+        others: Sources of validation texts of other types.
+    """
+
+    texts: Texts
+    agreement: Agreement
+    questions: Questions | None
+    comparison: dict[str, dict[str, float]]
+
+    def __init__(
+        self,
+        options: DistillOptions,
+        training: SentenceTransformerTrainingArguments,
+        sources: Sequence[TextSource],
+        others: Sequence[TextSource],
+    ) -> None:
+        self.options = options
+        self.training = training
+        self.sources = sources
+        self.others = others
+
+    def build(self) -> DistillTrainer:
+        """Read the texts, compute the embeddings of the teacher, and return the trainer."""
+        self._read_data()
+        training = self.training
+        model = self.options.model
+        set_seed(training.seed)
+
+        teacher = PackedEncoder(
+            model.teacher,
+            dtype=model.teacher_dtype,
+            device=training.device,
+            max_length=self.options.student.max_length,
+            trust_remote_code=model.trust_remote_code,
+        )
+        encoder = teacher.sentence_transformer
+        has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
+        student_options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
+        student = build_student(model, student_options, encoder, teacher.width)
+        with training.main_process_first(desc="teacher embeddings"):
+            embeddings, sets, table = embed_texts(
+                self.options, has_teacher_start, self.texts, teacher
+            )
+        if table is not None:
+            take_embeddings(student, table, STORED_AS[student_options.embedding_dtype])
+
+        self.agreement = Agreement(sets)
+        if is_main():
+            # The evaluation is deterministic, so that a resumed run compares with the same start.
+            self._evaluate_before(encoder, student)
+        return self._trainer(student, embeddings)
+
+    def _read_data(self) -> None:
+        data = self.options.data
+        self.questions = read_questions(data.validation_file) if data.validation_file else None
+        self.texts = read_texts(
+            self.sources, self.others, data.validation_percent, data.max_validation_texts
+        )
+        if self.training.eval_strategy != "no":
+            self.texts.check_evaluated()
+
+    def _evaluate_before(self, teacher: SentenceTransformer, student: SentenceTransformer) -> None:
+        """Evaluate the teacher, and the student before training."""
+        teacher_metrics = dict.fromkeys(self.agreement.names, 1.0)
+        if self.questions:
+            teacher_metrics |= evaluate_retrieval(teacher, self.questions)
+        start_metrics = self._evaluate(student.to(self.training.device))
+        self.comparison = {"teacher": teacher_metrics, "start": start_metrics}
+
+    def _evaluate(self, model: SentenceTransformer) -> dict[str, float]:
+        """Return the agreement of an encoder with the teacher and its retrieval metrics."""
+        metrics = self.agreement(model)
+        if self.questions:
+            metrics |= evaluate_retrieval(model, self.questions)
+        return metrics
+
+    def _trainer(self, student: SentenceTransformer, embeddings: np.ndarray) -> DistillTrainer:
+        training = self.training
+        if self.options.student.compile:
+            compile_blocks(student[0].auto_model)
+        training.batch_sampler = ShuffledBatches
+        # A smaller batch has fewer similarities, and a single text has none.
+        count = len(self.texts.train)
+        training.dataloader_drop_last = count > training.train_batch_size
+        dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
+        trainer = DistillTrainer(
+            model=student,
+            args=training,
+            train_dataset=dataset,
+            loss=DistillLoss(student, self.options.loss, embeddings),
+            evaluator=self.agreement,
+        )
+        trainer.add_callback(RunReport())
+        return trainer
+
+    def save(self, trainer: DistillTrainer, folder: Path) -> dict[str, Any]:
+        """Write the student, compare it with its teacher and start, return the result."""
+        if not is_main():
+            return {}
+        student = trainer.accelerator.unwrap_model(trainer.model)
+        uncompile_blocks(student[0].auto_model)
+        options = self.options.student
+        save_student(student.to("cpu"), folder, options.dtype, options.embedding_dtype)
+        stored = load_sentence_transformer(str(folder), self.training.device)
+        metrics = self._evaluate(stored)
+        comparison = {**self.comparison, "student": metrics}
+
+        history = trainer.state.log_history
+        counts = {"train": len(self.texts.train), "validation": len(self.texts.validation)}
+        counts |= {name: len(texts) for name, texts in self.texts.other.items()}
+        result = {
+            "texts": counts,
+            "steps": trainer.state.global_step,
+            "epochs": trainer.state.epoch,
+            "seconds": spent(trainer)["seconds"],
+            "losses": [entry for entry in history if "loss" in entry],
+            "agreement": agreement_history(history),
+            "stored": {name: metrics[name] for name in self.agreement.names if name in metrics},
+            "comparison": comparison,
+            "warning": comparison_warning(comparison),
+        }
+        environment = run_environment(self.training)
+        write_card(folder, self.options, self.sources, self.others, result, environment)
+        return result
 
 
-def comparison_warning(comparison: dict) -> str | None:
-    """Return a warning if the student is not better than its start or far from its teacher."""
-    start, student = comparison["start"], comparison["student"]
-    cosines = [name for name in student if name.endswith("_cosine")]
-    if not cosines:
+def embed_texts(
+    options: DistillOptions, has_teacher_start: bool, texts: Texts, teacher: PackedEncoder
+) -> tuple[np.ndarray, dict[str, tuple[list[str], np.ndarray]], torch.Tensor | None]:
+    """Compute what a student needs of its teacher, or read it from the work directory.
+
+    Args:
+        options: Options of the command.
+        has_teacher_start: Whether the token embeddings are initialized from the teacher.
+        texts: Texts of the run.
+        teacher: Teacher.
+
+    Returns:
+        The embeddings of the training texts, (N, D) float16 on disk; the evaluated texts with their
+        embeddings, {name: (texts, embeddings)}; and the token embeddings of the student or None.
+    """
+    known = [
+        model_digest(options.model.teacher),
+        str(options.student.max_length),
+        options.model.teacher_dtype,
+    ]
+
+    def path_of(name: str, rows: Sequence[str]) -> Path:
+        file = f"{name}-{texts_digest([*known, *rows])}.npy"
+        return options.work_folder / "vectors" / file
+
+    sets = {}
+    for name, rows in texts.evaluated.items():
+        sets[name] = (rows, np.float32(teacher_embeddings(path_of(name, rows), rows, teacher)))
+    train_path = path_of("train", texts.train)
+    embeddings = teacher_embeddings(train_path, texts.train, teacher)
+    if not has_teacher_start:
+        return embeddings, sets, None
+
+    path = path_of("tokens", texts.train)
+    if not path.is_file():
+        vocabulary_size = len(teacher.sentence_transformer.tokenizer)
+        single_tokens = embed_single_tokens(teacher, vocabulary_size)
+        tokens = teacher.tokenize(texts.train)
+        with new_file(path) as file:
+            np.save(file, fit_token_embeddings(single_tokens, tokens, embeddings))
+    return embeddings, sets, torch.from_numpy(np.load(path))
+
+
+# ------------------------------------------------------------------------------------------------
+# comparison
+
+
+def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | None:
+    """Return a warning if the student is not better than its start or far from its teacher.
+
+    The student is compared by MRR@10 if there are validation pairs, otherwise by the Spearman
+    correlation of its similarities with those of the teacher. The cosine does not show progress: a
+    start from the teacher's token embeddings maximizes it, and students with the same cosine as
+    their start retrieve much better.
+    """
+    start = comparison["start"]
+    student = comparison["student"]
+    correlations = [name for name in student if name.endswith("_spearman")]
+    if not correlations:
         return None
 
-    name = "mrr@10" if "mrr@10" in student else cosines[0]
+    name = "mrr@10" if "mrr@10" in student else correlations[0]
     if student[name] <= start[name]:
         return (
-            f"the student is not better than its start ({name} {student[name]:.3f}, start "
-            f"{start[name]:.3f}). Train for more epochs or with more texts, or lower "
-            "--learning-rate."
+            f"the student is not better than its start ({name.replace('_', ' ')} "
+            f"{student[name]:.3f}, start {start[name]:.3f}). Train for more epochs or with more "
+            "texts, or lower --learning-rate."
         )
-    if student[cosines[0]] < LOW_COSINE:
+    cosine = student.get(correlations[0].replace("_spearman", "_cosine"))
+    if cosine is not None and cosine < LOW_COSINE:
         return (
-            f"the student agrees little with its teacher (mean cosine {student[cosines[0]]:.3f}). "
-            "Start from the teacher with --embeddings-from-teacher, or train for more epochs."
+            f"the student agrees little with its teacher (mean cosine {cosine:.3f}). Start from "
+            "the teacher with --embeddings-from-teacher, or train for more epochs."
         )
     return None
 
 
-def comparison_table(comparison: dict) -> str:
+def comparison_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of teacher, start and student with one column per metric."""
     names = [name for name in comparison["student"] if not name.endswith("_se")]
-    rows = [
-        [encoder, *(f"{metrics[name]:.3f}" if name in metrics else "" for name in names)]
-        for encoder, metrics in comparison.items()
-    ]
+    rows = []
+    for encoder, metrics in comparison.items():
+        cells = [f"{metrics[name]:.3f}" if name in metrics else "" for name in names]
+        rows.append([encoder, *cells])
     return markdown_table(["encoder", *(name.replace("_", " ") for name in names)], rows)
 
 
-def agreements(history):
-    """The agreement over the steps, of the trainer's log."""
+def agreement_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Return the agreement at every evaluation, from the log of the trainer."""
     kept = ("step", "_cosine", "_spearman")
-    rows = [
-        {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(kept)}
-        for entry in history
-    ]
-    return [row for row in rows if len(row) > 1]
-
-
-def main(argv=None):
-    """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
-    arguments, trainer_options = OPTIONS["distill"].read(argv or [])
-    figures = train(arguments, trainer_options)
-    if not checkpoints.is_main():
-        return 0
-    if figures is None:
-        print(f"{arguments.output}: finished already with these settings")
-        return 0
-    print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps")
-    if figures["stored"]:
-        print(comparison_table(figures["comparison"]))
-    if figures["warning"]:
-        logger.warning("%s", figures["warning"])
-    return 0
+    rows = []
+    for entry in history:
+        row = {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(kept)}
+        if len(row) > 1:
+            rows.append(row)
+    return rows

@@ -1,142 +1,179 @@
-"""What a student learns from: texts of local files, split by hash, and the teacher's vectors of
-them, kept on disk.
+"""Training data of a student: texts of local files, split by hash, and embeddings of the teacher.
 
-The vectors of N texts are one file `NAME.npy`, (N, D) float16. `NAME.json` beside it says how many
-are there, so that a run which was interrupted goes on.
+The embeddings of N texts are stored in a file `NAME.npy`, (N, D) float16. `NAME.json` next to it
+contains the number of embeddings that are finished, so that an interrupted run resumes.
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
+from msgspec import Meta
 from tqdm.auto import tqdm
 
-from ..common.arguments import Arguments, option, typed
 from ..common.data import file_format, fraction, rows
 from ..common.errors import UserError
 from ..common.files import read_json, write_json
+from ..common.options import convert
+from ..embeddings.packed_encoder import PackedEncoder
 
 
-PART = 65_536  # texts whose vectors are written at a time
+# Number of texts whose embeddings are written at once.
+CHUNK_SIZE = 65_536
 
 
-@dataclass
-class TextSource(Arguments):
-    """One entry of `texts` or `other_texts` in a recipe."""
+@dataclass(frozen=True)
+class TextSource:
+    """One entry of `texts` or `validation_texts` in a recipe.
 
-    path: str = option("", "a .jsonl or .parquet file, or .txt with a text a line")
-    column: str | list[str] = option("text", "column of the text, or a list of columns")
-    share: float = option(1.0, "of the rows that are taken, by hash", above=0, most=1)
-    name: str | None = option(None, "what it is, for the card; the file's name by default")
-    license: str | None = option(None, "for the card")
+    Attributes:
+        path: File of texts: .jsonl, .parquet, or .txt with one text per line.
+        column: Column of the text, or a list of columns.
+        share: Fraction of the rows that is used, selected by hash.
+        name: Name of the texts in the model card. By default the name of the file.
+        license: License of the texts in the model card.
+    """
+
+    path: str
+    column: str | list[str] = "text"
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    name: str = ""
+    license: str | None = None
 
     @classmethod
-    def from_entry(cls, entry):
-        """From a path, or a mapping of the fields above. Raises UserError for unknown keys, wrong
-        types and files that are not there."""
-        values = {"path": entry} if isinstance(entry, str) else entry
-        source = cls(**typed(values, get_type_hints(cls), f"of {entry!r} in texts"))
-        source.name = source.name or Path(source.path).stem
-        if not Path(source.path).is_file():
-            raise UserError(f"there is no file {source.path}, named in texts")
-        return source
+    def from_entry(cls, entry: str | Mapping[str, Any]) -> "TextSource":
+        """Return the source of a path, or of a mapping with the attributes of this class.
 
-    def read(self):
-        """The texts in file order, without surrounding spaces; empty ones are left out."""
+        Raises:
+            UserError: If there is no such file, or the mapping has unknown keys or wrong values.
+        """
+        values = {"path": entry} if isinstance(entry, str) else dict(entry)
+        hints = get_type_hints(cls, include_extras=True)
+        converted = convert(values, hints, f" of {entry!r} in texts")
+        path = converted.get("path", "")
+        if not Path(path).is_file():
+            raise UserError(f"`texts` must contain files, but there is no file {path}.")
+        name = converted.pop("name", "") or Path(path).stem
+        return cls(name=name, **converted)
+
+    def read(self) -> Iterator[str]:
+        """Yield the texts that are not empty, in file order, without surrounding spaces."""
         columns = [self.column] if isinstance(self.column, str) else self.column
-        columns = ["text"] if file_format(self.path) == ".txt" else columns
+        if file_format(self.path) == ".txt":
+            columns = ["text"]
         for row in rows(self.path, columns, columns):
-            texts = [text for text in (row[column].strip() for column in columns) if text]
+            texts = [row[column].strip() for column in columns]
+            texts = [text for text in texts if text]
             if texts and fraction(f"share {texts[0]}") < self.share:
                 yield from texts
 
 
-def is_held_out(text, percent):
-    """Whether a text is kept for measuring: a fixed function of its words, so that copies of it
-    stay on the same side."""
+def is_validation_text(text: str, percent: float) -> bool:
+    """Return whether a text is held out for evaluation.
+
+    The result depends on the words of the text, so that its copies are on the same side.
+    """
     return fraction(" ".join(text.lower().split())) < percent / 100
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a run, each once.
+    """Texts of a run without duplicates.
 
     Attributes:
-        train: to learn from.
-        held_out: of the same sources, to measure with.
-        other: {name: texts} of other kinds, to measure with.
+        train: Texts to learn from.
+        validation: Held-out texts of the same sources.
+        other: Validation texts of other types, {name: texts}.
     """
 
-    train: list
-    held_out: list
-    other: dict
+    train: list[str]
+    validation: list[str]
+    other: dict[str, list[str]]
 
     @property
-    def measured(self):
-        """{name: texts} of what agreement with the teacher is measured on, at least 3 each."""
-        sets = {"held_out": self.held_out, **self.other}
+    def evaluated(self) -> dict[str, list[str]]:
+        """Sets of at least 3 texts on which the agreement with the teacher is evaluated."""
+        sets = {"validation": self.validation, **self.other}
         return {name: texts for name, texts in sets.items() if len(texts) > 2}
 
-    def check_measured(self):
-        """Raises UserError where there is nothing to measure on."""
-        if not self.measured:
+    def check_evaluated(self) -> None:
+        """Raise UserError if there is no text to evaluate on."""
+        if not self.evaluated:
+            total = len(self.train) + len(self.validation)
             raise UserError(
-                f"{len(self.held_out)} of {len(self.train) + len(self.held_out)} texts are held "
-                "out, and 3 are needed to measure with; give a larger --held-out-percent"
+                f"at least 3 held-out texts are needed for the evaluation, got "
+                f"{len(self.validation)} of {total}. Pass a larger --validation-percent, or more "
+                "texts."
             )
 
 
-def read_texts(sources, others, held_out_percent, most):
-    """`Texts` of the sources; of held-out texts, and of each kind of other texts, the first `most`
-    in the order of their hashes.
+def read_texts(
+    sources: Iterable[TextSource], others: Iterable[TextSource], percent: float, max_texts: int
+) -> Texts:
+    """Read the texts of a run.
+
+    Args:
+        sources: Sources of training texts.
+        others: Sources of validation texts of other types.
+        percent: Percentage of the texts of `sources` that is held out.
+        max_texts: Maximum number of texts in each validation set; those with the lowest hashes are
+            kept.
 
     Raises:
-        UserError: no text is left to learn from.
+        UserError: If there are fewer than 2 texts to learn from.
     """
-    train, held_out, seen = [], [], set()
-    for text in (text for source in sources for text in source.read()):
-        if text not in seen:
-            seen.add(text)
-            (held_out if is_held_out(text, held_out_percent) else train).append(text)
+    train: list[str] = []
+    validation: list[str] = []
+    seen: set[str] = set()
+    for source in sources:
+        for text in source.read():
+            if text not in seen:
+                seen.add(text)
+                (validation if is_validation_text(text, percent) else train).append(text)
     if len(train) < 2:
-        raise UserError(
-            f"texts must hold at least 2 different texts to learn from, but {len(train)} were found"
-        )
+        raise UserError(f"`texts` must contain at least 2 different texts, got {len(train)}.")
+
     other = {}
     for source in others:
-        other[source.name] = _chosen({text for text in source.read() if text not in seen}, most)
-    return Texts(train, _chosen(held_out, most), other)
+        new_texts = {text for text in source.read() if text not in seen}
+        other[source.name] = _lowest_hashes(new_texts, max_texts)
+    return Texts(train, _lowest_hashes(validation, max_texts), other)
 
 
-def _chosen(texts, most):
-    return sorted(texts, key=fraction)[:most]
+def _lowest_hashes(texts: Iterable[str], max_texts: int) -> list[str]:
+    return sorted(texts, key=fraction)[:max_texts]
 
 
-def texts_digest(texts):
-    """Twelve hex digits of all texts in their order."""
+def texts_digest(texts: Iterable[str]) -> str:
+    """Return twelve hex digits of texts in their order."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-def teacher_vectors(path, texts, teacher):
-    """The teacher's vectors of N texts, (N, D) float16, memory-mapped; those that the file does not
-    have yet are computed first.
+def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder) -> np.ndarray:
+    """Return the embeddings of texts by the teacher, (N, D) float16, memory-mapped.
+
+    Embeddings that the file does not contain yet are computed first.
 
     Args:
-        path: of the file, .npy; it holds the vectors of these texts by this teacher alone.
-        teacher: `PackedEncoder`.
+        path: File of the embeddings, .npy, for these texts and this teacher alone.
+        texts: Texts.
+        teacher: Encoder.
     """
-    described = path.with_suffix(".json")
-    done = read_json(described)["done"] if described.is_file() else 0
+    progress_path = path.with_suffix(".json")
+    done = read_json(progress_path)["done"] if progress_path.is_file() else 0
     if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = (len(texts), teacher.width)
-        vectors = np.lib.format.open_memmap(path, "r+" if done else "w+", np.float16, shape)
+        mode = "r+" if done else "w+"
+        embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
-            for start in range(done, len(texts), PART):
-                tokens = teacher.tokenize(texts[start : start + PART])
-                vectors[start : start + PART] = teacher.embed(tokens, bar.update)
-                vectors.flush()
-                write_json(described, {"done": min(start + PART, len(texts))})
+            for start in range(done, len(texts), CHUNK_SIZE):
+                end = min(start + CHUNK_SIZE, len(texts))
+                tokens = teacher.tokenize(texts[start:end])
+                embeddings[start:end] = teacher.embed(tokens, bar.update)
+                embeddings.flush()
+                write_json(progress_path, {"done": end})
     return np.load(path, mmap_mode="r")

@@ -1,27 +1,38 @@
-"""What a student is trained for and how near it came: losses on pooled vectors, agreement with the
-teacher."""
+"""Losses of a distillation on pooled embeddings, and the agreement with the teacher."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 from torch import nn
 
-
-# Stored vectors that a text is compared with in a step.
-NEAREST, SPREAD, RANDOM = 16, 48, 64
-HIDDEN = -2  # score of a stored vector that is hidden, below every cosine
+from .options import LossOptions
 
 
-def similarity_loss(student, teacher, temperature):
-    """KL divergence between rows of similarities within a batch, the teacher's || the student's.
+# Number of stored texts that a text is compared with in a step, by how they are chosen.
+NEAREST = 16
+SPREAD = 48
+RANDOM = 64
+# Score of a stored text that is hidden, below every cosine.
+HIDDEN = -2
 
-    Row i is softmax over j != i of cos(i, j) / temperature, as in Tung and Mori 2019 with a
-    softmax; the mean over rows.
+
+def similarity_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the KL divergence between the similarities of teacher and student within a batch.
+
+    Row i is the softmax over j != i of cos(i, j) / temperature, as in Tung and Mori 2019 with a
+    softmax. The loss is the mean over the rows of KL(teacher || student).
 
     Args:
-        student: (N, D') of length 1.
-        teacher: (N, D) of length 1.
+        student: Embeddings of length 1, (N, D').
+        teacher: Embeddings of length 1, (N, D).
+        temperature: Temperature by which cosines are divided.
     """
     count = len(student)
     others = ~torch.eye(count, dtype=torch.bool, device=student.device)
@@ -31,36 +42,47 @@ def similarity_loss(student, teacher, temperature):
     return F.kl_div(rows[0], rows[1], log_target=True, reduction="batchmean")
 
 
-def bank_loss(student, teacher, bank, temperature, hidden):
-    """KL divergence between rows of similarities to stored vectors, the teacher's || the student's.
+def memory_bank_loss(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    bank: torch.Tensor,
+    temperature: float,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Return the KL divergence between the similarities to stored embeddings of the teacher.
 
-    A row is softmax over `candidates` of cos(i, stored j) / temperature, where both the text's
-    vector and the stored ones are the teacher's on one side, and the text's is the student's on the
-    other (SEED, arXiv 2101.04731); the mean over rows.
+    A row is the softmax over `candidates` of cos(i, stored j) / temperature. The embedding of the
+    text is that of the teacher or of the student (SEED, arXiv 2101.04731). The loss is the mean
+    over the rows of KL(teacher || student).
 
     Args:
-        student: (N, D) of length 1.
-        teacher: (N, D) of length 1.
-        bank: (M, D) of length 1, the teacher's vectors of M texts.
-        hidden: (N, M) bool, true where a stored vector is that of the text itself.
+        student: Embeddings of length 1, (N, D).
+        teacher: Embeddings of length 1, (N, D).
+        bank: Stored embeddings of the teacher of length 1, (M, D).
+        temperature: Temperature by which cosines are divided.
+        hidden: Whether a stored embedding is that of the text itself, (N, M) bool.
     """
     scores = (teacher @ bank.T).masked_fill(hidden, HIDDEN)
     chosen = candidates(scores)
-    expected = scores.gather(1, chosen)
-    found = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
-    own = expected == HIDDEN
-    rows = [(x / temperature).masked_fill(own, -1e4).log_softmax(-1) for x in (found, expected)]
-    return F.kl_div(*rows, log_target=True, reduction="batchmean")
+    teacher_scores = scores.gather(1, chosen)
+    student_scores = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
+
+    is_text_itself = teacher_scores == HIDDEN
+    rows = []
+    for row in (student_scores, teacher_scores):
+        rows.append((row / temperature).masked_fill(is_text_itself, -1e4).log_softmax(-1))
+    return F.kl_div(rows[0], rows[1], log_target=True, reduction="batchmean")
 
 
-def candidates(scores):
-    """(N, NEAREST + SPREAD + RANDOM) column numbers: the highest scores of each row, some spread
-    evenly over the range of scores, and some drawn at random.
+def candidates(scores: torch.Tensor) -> torch.Tensor:
+    """Return the columns that each row is compared on, (N, NEAREST + SPREAD + RANDOM).
 
-    Negatives of all degrees teach more than the nearest or random ones (arXiv 2604.04734).
+    The columns have the highest scores of a row, scores spread evenly over the range of its scores,
+    or are random. Negatives of all degrees teach more than the nearest or random ones
+    (arXiv 2604.04734).
 
     Args:
-        scores: (N, M).
+        scores: Scores, (N, M).
     """
     ordered, columns = scores.sort(dim=1)
     # A hidden score must not be the lowest level: all levels below the lowest visible score would
@@ -69,98 +91,125 @@ def candidates(scores):
     lowest = torch.minimum(lowest, ordered[:, -1:])
     levels = torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - lowest)
     levels = lowest + levels
+
     spread = columns.gather(1, torch.searchsorted(ordered, levels).clamp(max=scores.shape[1] - 1))
-    drawn = torch.randint(scores.shape[1], (len(scores), RANDOM), device=scores.device)
-    return torch.cat([columns[:, -NEAREST:], spread, drawn], dim=1)
+    sampled = torch.randint(scores.shape[1], (len(scores), RANDOM), device=scores.device)
+    return torch.cat([columns[:, -NEAREST:], spread, sampled], dim=1)
 
 
 class DistillLoss(nn.Module):
-    """The weighted sum of 1 - cos, `similarity_loss` and `bank_loss`, in float32.
+    """Weighted sum of 1 - cosine, `similarity_loss` and `memory_bank_loss`, in float32.
 
     Args:
-        model: SentenceTransformer whose vectors are as wide as the teacher's.
-        arguments: `DistillArguments` with the weights and the temperature.
-        vectors: (N, D), the teacher's vectors of the training texts.
+        model: Student whose embeddings have the dimension of the teacher's.
+        options: Weights, temperature and size of the memory bank.
+        embeddings: Embeddings of the training texts by the teacher, (N, D).
     """
 
-    def __init__(self, model, arguments, vectors):
-        super().__init__()
-        self.model, self.arguments, self.vectors = model, arguments, vectors
-        drawn = np.random.default_rng(0).permutation(len(vectors))[: arguments.bank]
-        # Buffers, which are on the model's device once and for all.
-        self.register_buffer("stored", torch.from_numpy(drawn), persistent=False)
-        self.register_buffer("bank", self.of_teacher(self.stored), persistent=False)
+    bank: torch.Tensor
+    stored: torch.Tensor
 
-    def of_teacher(self, numbers):
-        """The teacher's vectors of texts, (N, D) float32 of length 1."""
-        rows = torch.from_numpy(np.float32(self.vectors[numbers.cpu()]))
+    def __init__(
+        self, model: SentenceTransformer, options: LossOptions, embeddings: np.ndarray
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.options = options
+        self.embeddings = embeddings
+        permutation = np.random.default_rng(0).permutation(len(embeddings))
+        stored = torch.from_numpy(permutation[: options.memory_bank_size])
+        # Buffers are moved to the device of the model.
+        self.register_buffer("stored", stored, persistent=False)
+        self.register_buffer("bank", self.teacher_embeddings(self.stored), persistent=False)
+
+    def teacher_embeddings(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the teacher's embeddings of texts, (N, D) float32 of length 1."""
+        rows = torch.from_numpy(np.float32(self.embeddings[numbers.cpu()]))
         return F.normalize(rows.to(numbers.device), dim=-1)
 
-    def forward(self, features, labels):
-        """
+    def forward(
+        self, features: Sequence[Mapping[str, torch.Tensor]], labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the weighted losses, {name: loss}.
+
         Args:
-            features: one dictionary of model inputs.
-            labels: (N,) numbers of the texts.
-        Returns:
-            {name: weighted loss}.
+            features: Inputs of the model, a list of one dictionary.
+            labels: Numbers of the texts, (N,).
         """
-        vectors = self.model(dict(next(iter(features))))["sentence_embedding"].float()
-        teacher = self.of_teacher(labels)
-        weights, temperature = self.arguments, self.arguments.similarity_temperature
+        embeddings = self.model(dict(next(iter(features))))["sentence_embedding"].float()
+        teacher = self.teacher_embeddings(labels)
+        options = self.options
+        temperature = options.similarity_temperature
+
         losses = {}
-        with torch.autocast(vectors.device.type, enabled=False):
-            student = F.normalize(vectors, dim=-1)
-            losses["cosine"] = weights.cosine_weight * (1 - (student * teacher).sum(-1)).mean()
+        with torch.autocast(embeddings.device.type, enabled=False):
+            student = F.normalize(embeddings, dim=-1)
+            losses["cosine"] = options.cosine_weight * (1 - (student * teacher).sum(-1)).mean()
             similarity = similarity_loss(student, teacher, temperature)
-            losses["similarity"] = weights.similarity_weight * similarity
-            if weights.bank_weight:
-                own = labels[:, None] == self.stored
-                similarity = bank_loss(student, teacher, self.bank, temperature, own)
-                losses["bank"] = weights.bank_weight * similarity
+            losses["similarity"] = options.similarity_weight * similarity
+            if options.memory_bank_weight:
+                hidden = labels[:, None] == self.stored
+                similarity = memory_bank_loss(student, teacher, self.bank, temperature, hidden)
+                losses["memory_bank"] = options.memory_bank_weight * similarity
         return losses
 
 
-def agreement(student, teacher, most=1000):
-    """How alike two encoders see the same texts.
+def agreement(student: np.ndarray, teacher: np.ndarray, max_texts: int = 1000) -> dict[str, float]:
+    """Return how similar the embeddings of two encoders are.
 
     Args:
-        student: (N, D') array.
-        teacher: (N, D) array.
-        most: texts whose pairs are compared.
+        student: Embeddings, (N, D').
+        teacher: Embeddings of the same texts, (N, D).
+        max_texts: Number of texts whose pairs are compared.
+
     Returns:
-        {"cosine": mean cosine of the two vectors of a text, where they are as wide; "spearman":
-        rank correlation between the cosine similarities of all pairs of texts}.
+        "cosine", the mean cosine of the two embeddings of a text if D' = D; and "spearman", the
+        rank correlation between the cosine similarities of all pairs of texts.
     """
     from scipy.stats import spearmanr
 
-    student, teacher = (
-        x / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-12) for x in (student, teacher)
-    )
-    found = {}
+    student = student / np.linalg.norm(student, axis=1, keepdims=True).clip(1e-12)
+    teacher = teacher / np.linalg.norm(teacher, axis=1, keepdims=True).clip(1e-12)
+    metrics = {}
     if student.shape == teacher.shape:
-        found["cosine"] = float((student * teacher).sum(1).mean())
-    pairs = np.triu_indices(min(len(student), most), 1)
-    similarities = [(x[:most] @ x[:most].T)[pairs] for x in (student, teacher)]
-    return {**found, "spearman": float(spearmanr(*similarities).statistic)}
+        metrics["cosine"] = float((student * teacher).sum(1).mean())
+
+    pairs = np.triu_indices(min(len(student), max_texts), 1)
+    similarities = [(x[:max_texts] @ x[:max_texts].T)[pairs] for x in (student, teacher)]
+    return {**metrics, "spearman": float(spearmanr(*similarities).statistic)}
 
 
 class Agreement(SentenceEvaluator):
-    """`agreement` on several sets of texts, as the trainer's evaluator.
+    """Evaluator of the trainer: `agreement` with the teacher on several sets of texts.
 
     Args:
-        sets: {name: (texts, teacher's vectors (N, D))}.
+        sets: Texts and the teacher's embeddings of them, (N, D), by name.
     """
 
-    def __init__(self, sets):
+    def __init__(self, sets: Mapping[str, tuple[list[str], np.ndarray]]) -> None:
         super().__init__()
         self.sets = sets
-        self.primary_metric = "held_out_spearman"
+        self.primary_metric = "validation_spearman"
 
-    def __call__(self, model, output_path=None, epoch=-1, steps=-1):
-        found = {}
-        for name, (texts, vectors) in self.sets.items():
-            own = model.encode(texts, batch_size=64, show_progress_bar=False, convert_to_numpy=True)
-            found |= {
-                f"{name}_{key}": value for key, value in agreement(np.float32(own), vectors).items()
-            }
-        return found
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics."""
+        return [f"{name}_{metric}" for name in self.sets for metric in ("cosine", "spearman")]
+
+    def __call__(
+        self,
+        model: SentenceTransformer,
+        output_path: str | None = None,
+        epoch: int = -1,
+        steps: int = -1,
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """Return the metrics, {"validation_cosine": ..., "validation_spearman": ..., ...}."""
+        metrics = {}
+        for name, (texts, teacher) in self.sets.items():
+            student = model.encode(
+                texts, batch_size=64, show_progress_bar=False, convert_to_numpy=True
+            )
+            for metric, value in agreement(np.float32(student), teacher).items():
+                metrics[f"{name}_{metric}"] = value
+        return metrics

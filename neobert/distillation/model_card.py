@@ -1,23 +1,44 @@
-"""The card of a student, and how near the saved one is to its teacher."""
+"""Model card of a student, with its agreement with the teacher."""
 
-import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ..common.files import write_text
 from ..common.model_card import base_model, front_matter
 from ..common.results import markdown_table, shown
 from ..evaluation.retrieval import METRICS
+from .data import TextSource
+from .options import DistillOptions
 
 
-def write_card(folder, arguments, figures):
-    """README.md of the student."""
-    title = arguments.title or os.path.basename(os.path.abspath(arguments.output))
-    sources, others = arguments.sources()
+def write_card(
+    folder: Path,
+    options: DistillOptions,
+    sources: Sequence[TextSource],
+    others: Sequence[TextSource],
+    result: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> None:
+    """Write README.md of the student.
+
+    Args:
+        folder: Directory of the student.
+        options: Options of the command.
+        sources: Sources of the training texts.
+        others: Sources of the other validation texts.
+        result: Content of the result file, see `command.Distillation.save`.
+        environment: Environment of the run.
+    """
+    card = options.card
+    loss = options.loss
+    name = card.model_name or Path(options.model.output).resolve().name
     metadata = front_matter(
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
-        language=arguments.language,
-        license=arguments.license,
-        **base_model(arguments.base_model, arguments.init_from or arguments.teacher),
+        language=card.language,
+        license=card.license,
+        **base_model(card.base_model, options.model.init_from or options.model.teacher),
         tags=[
             "sentence-transformers",
             "sentence-similarity",
@@ -26,68 +47,73 @@ def write_card(folder, arguments, figures):
             "distillation",
         ],
     )
-    comparison = figures["comparison"]
-    found, start = figures["stored"], comparison["start"]
-    names = dict.fromkeys(key.rpartition("_")[0] for key in found)
-    rows = [
-        [name.replace("_", " ")]
-        + [f"{found[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
-        + [f"{start[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
-        for name in names
-    ]
-    headers = [
-        "texts",
-        "mean cosine",
-        "Spearman",
-        "mean cosine of the start",
-        "Spearman of the start",
-    ]
-    retrieval = ""
-    if "mrr@10" in start:
-        retrieved = [
-            [encoder, *(f"{values[name]:.3f} ± {values[f'{name}_se']:.3f}" for name in METRICS)]
-            for encoder, values in comparison.items()
-        ]
-        retrieval = (
-            f"Retrieval of held-out pairs:\n\n{markdown_table(['encoder', *METRICS], retrieved)}\n"
-        )
-    warning = f"**Warning:** {figures['warning']}\n\n" if figures["warning"] else ""
-    kinds = [[source.name, source.license or "not stated"] for source in sources]
-    environment = figures["environment"]
+
+    counts = result["texts"]
+    pairs = min(1000, counts["validation"])
+    other_names = ", ".join(source.name for source in others)
+    explanation = "`validation`: held-out texts of the training sources."
+    if other_names:
+        explanation += f" Texts of types that the student was not trained on: {other_names}."
+    warning = f"**Warning:** {result['warning']}\n\n" if result["warning"] else ""
+    licenses = [[source.name, source.license or "not stated"] for source in sources]
     losses = (
-        f"{arguments.cosine_weight:g} x (1 - cosine), KL divergence of similarities / "
-        f"{arguments.similarity_temperature:g}, {arguments.similarity_weight:g} x in the batch "
-        f"and {arguments.bank_weight:g} x to {arguments.bank:,} stored texts"
+        f"{loss.cosine_weight:g} x (1 - cosine), {loss.similarity_weight:g} x KL divergence of the "
+        f"similarities within a batch, and {loss.memory_bank_weight:g} x KL divergence of the "
+        f"similarities to a memory bank of {loss.memory_bank_size:,} texts, at temperature "
+        f"{loss.similarity_temperature:g}"
     )
-    far = ", ".join(source.name for source in others)
-    others = f"The others are text of kinds that it did not learn from: {far}." if far else ""
     # An installed package has no commit.
     commit = f"commit {environment['commit']}, " if environment["commit"] else ""
     text = f"""
-# {title}
+# {name}
 
-A NeoBERT sentence encoder (arXiv 2502.19587) that learned the vectors of `{shown(arguments.teacher)}`.
+A NeoBERT sentence encoder (arXiv 2502.19587) distilled from `{shown(options.model.teacher)}`.
 
 ```python
 from sentence_transformers import SentenceTransformer
 
-model = SentenceTransformer("{title}", trust_remote_code=True)
+model = SentenceTransformer("{name}", trust_remote_code=True)
 print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle", "a violin"])))
 ```
 
-## How near it is to its teacher
+## Agreement with the teacher
 
-Mean cosine between the two vectors of a text, and Spearman correlation between the similarities of all pairs of {min(1000, figures["texts"]["held_out"])}
-texts. `held out`: texts of the training sources, kept back by hash. {others}
+Mean cosine between the embeddings of student and teacher, and Spearman correlation between the similarities of all pairs of {pairs} texts.
+{explanation} `start` is the student before training.
 
-{markdown_table(headers, rows)}
+{_agreement_table(result["comparison"])}
+{_retrieval_section(result["comparison"])}{warning}## Training
 
-{retrieval}{warning}## Training
-
-{figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {losses}.
-`figures.json` holds the settings, the losses and the agreement over the steps.
+{counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs. Loss: {losses}.
+`figures.json` contains the settings, the losses and the agreement at every evaluation.
 {environment["hardware"]}, {environment["threads"]} threads; {commit}{environment["date"]}.
 
-{markdown_table(["texts", "licence"], kinds)}
+{markdown_table(["texts", "license"], licenses)}
 """  # noqa: E501
     write_text(folder / "README.md", metadata + text)
+
+
+def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table of the agreement of student and start, one row per set of texts."""
+    start = comparison["start"]
+    student = comparison["student"]
+    names = [key.removesuffix("_spearman") for key in student if key.endswith("_spearman")]
+    rows = []
+    for name in names:
+        cells = [name.replace("_", " ")]
+        for metrics in (student, start):
+            cells += [f"{metrics[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
+        rows.append(cells)
+    header = ["texts", "mean cosine", "Spearman", "mean cosine, start", "Spearman, start"]
+    return markdown_table(header, rows)
+
+
+def _retrieval_section(comparison: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table of the retrieval of teacher, start and student, or "" without one."""
+    if "mrr@10" not in comparison["start"]:
+        return ""
+    rows = []
+    for encoder, metrics in comparison.items():
+        cells = [f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}" for name in METRICS]
+        rows.append([encoder, *cells])
+    return f"Retrieval on validation pairs:\n\n{markdown_table(['encoder', *METRICS], rows)}\n"

@@ -1,154 +1,193 @@
 """Options of `neobert distill`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.constants import DTYPES, POOLINGS
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP
+from ..common.options import OptionGroup, OptionParser, option
 
 
-STORAGE_DTYPES = ("float32", "bfloat16", "float16", "float8")  # float8 is e5m2
+# float8 is e5m2. `student.STORED_AS` has the dtypes of torch.
+StorageDtype = Literal["float32", "bfloat16", "float16", "float8"]
 
 
-@dataclass(kw_only=True)
-class TeacherOptions(Arguments):
-    """What learns from what."""
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Teacher, student and output directory."""
+
+    title = "Model"
 
     teacher: str = option(
-        help="sentence encoder to learn from: a folder or a Hub name", positional=True
+        help="Sentence encoder to learn from: a directory or a name on the Hub.", positional=True
     )
-    texts: list[str | dict] = option(
-        help=(
-            "files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, "
-            "column, name, license"
-        ),
-        free=True,  # known by their digests
-    )
-    output: str = option(help="folder of the student", free=True)
-    model_config: dict = option(
-        default_factory=dict,
-        help="fields of NeoBERTConfig for a new student with the teacher's vocabulary; by default "
-        "half of the teacher's layers and its hidden size",
+    output: str = option(
+        help="Output directory of the student.", metavar="PATH", affects_results=False
     )
     init_from: str | None = option(
-        None, "NeoBERT to start from instead of a new student: a folder or a Hub name"
-    )
-    other_texts: list[str | dict] = option(
-        default_factory=list,
-        help="files of text of another kind, which is only measured on",
-        free=True,
-    )
-    heldout: str | None = option(
         None,
-        "file of pairs to measure the retrieval of teacher, start and student on",
-        free=True,
+        "NeoBERT to start from instead of a new student: a directory or a name on the Hub.",
+        metavar="NAME",
     )
-    work: str | None = option(
-        None, "folder for the teacher's vectors; by default OUTPUT.work", free=True
+    model_config: dict[str, Any] = option(
+        default_factory=dict,
+        help="Fields of NeoBERTConfig for a new student, which has the vocabulary of the teacher. "
+        "By default the student has half of the teacher's layers and its hidden size.",
+    )
+    teacher_dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
+        "float32",
+        "Precision of the teacher. auto may choose another one when a run is resumed.",
     )
     trust_remote_code: bool = option(
-        False, "run the Python code that the teacher or the student brings"
+        False, "Run the Python code in the repository of the teacher or of the student."
     )
 
-
-@dataclass(kw_only=True)
-class StudentOptions(Arguments):
-    """The student."""
-
-    embeddings_from_teacher: bool | None = option(
-        None,
-        "initialize the student as the bag of words that is nearest to the teacher, by principal "
-        "components if its hidden size is smaller; by default for a new student whose hidden size "
-        "is at most the teacher's",
-    )
-    freeze_embeddings: bool = option(False, "do not train the token embeddings")
-    pooling: str = option("mean", "of a student without one", choices=POOLINGS)
-    max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
-    dtype: str = option("float32", "of the saved weights", choices=STORAGE_DTYPES)
-    embedding_dtype: str = option(
-        "float32", "of the saved token embeddings", choices=STORAGE_DTYPES
-    )
-
-
-@dataclass(kw_only=True)
-class AgreementOptions(Arguments):
-    """The loss, and what agreement is measured on."""
-
-    cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
-    similarity_weight: float = option(
-        0.5, "of the KL divergence between the similarities within a batch", least=0
-    )
-    bank_weight: float = option(
-        1.0, "of the KL divergence between the similarities to stored texts", least=0
-    )
-    bank: int = option(
-        8192, "number of stored texts, of which there are the teacher's vectors", least=1
-    )
-    similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
-    held_out_percent: float = option(
-        1.0, "of the texts, by hash, to measure with", above=0, most=50
-    )
-    held_out_texts: int = option(
-        2000, "at most so many of them, and of each of other_texts", least=3
-    )
-
-
-@dataclass(kw_only=True)
-class TrainingOptions(Arguments):
-    """How it trains."""
-
-    teacher_dtype: str = option(
-        "float32",
-        "of the teacher's weights while its vectors are computed; auto may choose anew each time",
-        choices=DTYPES,
-    )
-    compile: bool = option(False, "torch.compile the blocks while training", free=True)
-
-
-@dataclass(kw_only=True)
-class StudentCardOptions(Arguments):
-    """What the card says."""
-
-    title: str | None = option(None, "heading; by default the name of the output folder", free=True)
-    license: str = option("other", "licence of the student", free=True)
-    language: str = option("en", "language of the texts", free=True)
-    base_model: str | None = option(
-        None,
-        f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name",
-        free=True,
-    )
-
-
-@dataclass(kw_only=True)
-class DistillArguments(
-    StudentCardOptions, TrainingOptions, AgreementOptions, StudentOptions, TeacherOptions
-):
-    """Options of `neobert distill`."""
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         from ..common.loading import check_model_fields
 
-        super().__post_init__()
         if self.model_config and self.init_from:
             raise UserError(
                 "`model_config` describes a new student, but `init_from` names an existing one. "
                 "Remove one of them."
             )
         check_model_fields(self.model_config, "model_config")
-        self.work = self.work or f"{self.output.rstrip('/')}.work"
-
-    def sources(self):
-        """`TextSource`s to learn from, and those of other kinds."""
-        from .data import TextSource
-
-        return [TextSource.from_entry(entry) for entry in self.texts], [
-            TextSource.from_entry(entry) for entry in self.other_texts
-        ]
 
 
-# Trainer's options where `neobert distill` has other defaults.
-DISTILL_TRAINER = {
+@dataclass(frozen=True)
+class DataOptions(OptionGroup):
+    """Training and validation data."""
+
+    title = "Data"
+
+    # Files of texts are identified by their content.
+    texts: list[str | dict[str, Any]] = option(
+        help="Files of texts: .jsonl, .parquet, or .txt with one text per line. In a recipe also "
+        "mappings with path, column, share, name and license.",
+        metavar="PATH",
+        affects_results=False,
+    )
+    validation_texts: list[str | dict[str, Any]] = option(
+        default_factory=list,
+        help="Files of texts of other types, which are evaluated and never trained on.",
+        metavar="PATH",
+        affects_results=False,
+    )
+    validation_file: str | None = option(
+        None,
+        "File of pairs for evaluating the retrieval of teacher, start and student.",
+        metavar="PATH",
+        affects_results=False,
+    )
+    validation_percent: Annotated[float, Meta(gt=0, le=50)] = option(
+        1.0, "Percentage of the texts held out for evaluation, selected by hash."
+    )
+    max_validation_texts: Annotated[int, Meta(ge=3)] = option(
+        2000, "Maximum number of held-out texts, and of texts per file of --validation-texts."
+    )
+    work: str | None = option(
+        None,
+        "Directory for the embeddings of the teacher, which several runs may share. By default "
+        "OUTPUT.work.",
+        metavar="PATH",
+        affects_results=False,
+    )
+
+
+@dataclass(frozen=True)
+class StudentOptions(OptionGroup):
+    """Architecture, initialization and storage of the student."""
+
+    title = "Student"
+
+    embeddings_from_teacher: bool | None = option(
+        None,
+        "Initialize the student as the bag of words that is nearest to the teacher, with principal "
+        "components if its hidden size is smaller. By default true for a new student whose hidden "
+        "size is at most that of the teacher.",
+    )
+    freeze_embeddings: bool = option(False, "Do not train the token embeddings.")
+    pooling: Literal[POOLINGS] = option(  # type: ignore[valid-type]
+        "mean", "Pooling of a student without a pooling module."
+    )
+    max_length: Annotated[int, Meta(ge=3, le=2**31 - 1)] = option(
+        128, "Maximum sequence length of both models in tokens."
+    )
+    dtype: StorageDtype = option("float32", "Dtype of the saved weights.")
+    embedding_dtype: StorageDtype = option("float32", "Dtype of the saved token embeddings.")
+    compile: bool = option(
+        False, "Compile the blocks with torch.compile for training.", affects_results=False
+    )
+
+
+@dataclass(frozen=True)
+class LossOptions(OptionGroup):
+    """Weights of the losses."""
+
+    title = "Loss"
+
+    cosine_weight: Annotated[float, Meta(ge=0)] = option(
+        1.0, "Weight of 1 - cosine between the embeddings of student and teacher."
+    )
+    similarity_weight: Annotated[float, Meta(ge=0)] = option(
+        0.5, "Weight of the KL divergence between the similarities within a batch."
+    )
+    memory_bank_weight: Annotated[float, Meta(ge=0)] = option(
+        1.0, "Weight of the KL divergence between the similarities to the memory bank."
+    )
+    memory_bank_size: Annotated[int, Meta(ge=1)] = option(
+        8192, "Number of training texts in the memory bank of teacher embeddings."
+    )
+    similarity_temperature: Annotated[float, Meta(gt=0)] = option(
+        0.05, "Temperature by which similarities are divided."
+    )
+
+
+@dataclass(frozen=True)
+class CardOptions(OptionGroup):
+    """Metadata of the model card."""
+
+    title = "Model card"
+
+    model_name: str | None = option(
+        None,
+        "Name of the student in its card. By default the name of the output directory.",
+        metavar="TEXT",
+        affects_results=False,
+    )
+    license: str = option("other", "License of the student.", metavar="NAME", affects_results=False)
+    language: str = option("en", "Language of the texts.", metavar="NAME", affects_results=False)
+    base_model: str | None = option(
+        None,
+        f"{BASE_MODEL_HELP.removesuffix('.')}. By default --init-from or the teacher, if it is a "
+        "name on the Hub.",
+        metavar="NAME",
+        affects_results=False,
+    )
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """Options of `neobert distill`."""
+
+    model: ModelOptions
+    data: DataOptions
+    student: StudentOptions = StudentOptions()
+    loss: LossOptions = LossOptions()
+    card: CardOptions = CardOptions()
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def work_folder(self) -> Path:
+        """Directory for the embeddings of the teacher."""
+        return Path(self.data.work or f"{self.model.output.rstrip('/')}.work")
+
+
+# Options of Trainer whose defaults differ.
+TRAINER_DEFAULTS = {
     "per_device_train_batch_size": 64,
     "num_train_epochs": 3,
     "learning_rate": 1e-3,
@@ -168,12 +207,12 @@ DISTILL_TRAINER = {
 
 
 OPTIONS = {
-    "distill": Options(
+    "distill": OptionParser(
         "neobert distill",
-        "A NeoBERT sentence encoder that learns the vectors of another one.",
-        (DistillArguments,),
+        "Train a NeoBERT sentence encoder that reproduces the embeddings of another one.",
+        DistillOptions,
         "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts "
         "texts.jsonl --output runs/student",
-        DISTILL_TRAINER,
+        TRAINER_DEFAULTS,
     ),
 }

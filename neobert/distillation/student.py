@@ -1,7 +1,7 @@
-"""The student of a distillation: built, given token embeddings made by the teacher, saved in the
-dtypes of a small file."""
+"""Student of a distillation: construction, initialization from the teacher, and storage."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,109 +9,128 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.sparse import csr_array
+from sentence_transformers import SentenceTransformer
+from sentence_transformers import models as modules
 
-from ..common.errors import UserError
+from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import WEIGHT_DTYPES, copy_code
 from ..common.pooling import save_for_all_versions
 from ..configuration_neobert import NeoBERTConfig
-from ..embeddings.packed_encoder import load_sentence_transformer
+from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
+from ..modeling_neobert import NeoBERTModel
+from .options import ModelOptions, StudentOptions
 
 
 if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
     from transformers import PretrainedConfig
 
-    from .options import DistillArguments
 
-
-# float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype
-# that is asked for (4 keeps e4m3 as it is).
-# The torch dtypes of options.STORAGE_DTYPES.
+# The dtypes of torch for `options.StorageDtype`. float8 is e5m2, 2 bits of fraction: transformers 4
+# and 5 convert it to the dtype that a user asks for, while version 4 keeps e4m3 as it is.
 STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
-RIDGE, ROUNDS, TINY = 0.02, 5, 1e-12  # of `fitted_table`
+
+# Ridge penalty, number of iterations and smallest denominator of `fit_token_embeddings`.
+RIDGE = 0.02
+ROUNDS = 5
+TINY = 1e-12
 
 
-def build_student(arguments, teacher, width):
-    """A SentenceTransformer: NeoBERT, pooling, a Dense module where the widths differ, and
-    Normalize where the teacher has it.
+def build_student(
+    model: ModelOptions, options: StudentOptions, teacher: SentenceTransformer, teacher_dim: int
+) -> SentenceTransformer:
+    """Build the student: NeoBERT, pooling, and the other modules that the teacher's output needs.
+
+    A Dense module maps the hidden size of the student to the embedding dimension of the teacher if
+    they differ. The student ends with a Normalize module if the teacher does.
 
     Args:
-        arguments: `DistillArguments`.
-        teacher: SentenceTransformer.
-        width: of the teacher's vectors, D.
-    """
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers import models as modules
+        model: Options of the models.
+        options: Options of the student.
+        teacher: Teacher.
+        teacher_dim: Embedding dimension of the teacher, D.
 
-    student = _loaded(arguments) if arguments.init_from else _fresh(arguments, teacher)
-    own = student[0].auto_model.config.hidden_size
-    parts = [student[0], student[1]]
-    if own != width:
-        trained = [module for module in student.children() if isinstance(module, modules.Dense)]
-        fits = trained and trained[0].linear.weight.shape == (width, own)
-        parts.append(trained[0] if fits else _projection(own, width))
+    Raises:
+        UserError: If the model to start from is not a NeoBERT, or the student cannot be initialized
+            from the teacher.
+    """
+    if model.init_from:
+        start = _load_start(model, options)
+    else:
+        start = _new_student(model, options, teacher)
+
+    hidden_size = start[0].auto_model.config.hidden_size
+    parts = [start[0], start[1]]
+    if hidden_size != teacher_dim:
+        trained = [module for module in start.children() if isinstance(module, modules.Dense)]
+        if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
+            parts.append(trained[0])
+        else:
+            dense = modules.Dense(
+                hidden_size, teacher_dim, bias=False, activation_function=torch.nn.Identity()
+            )
+            torch.nn.init.orthogonal_(dense.linear.weight)
+            parts.append(dense)
     if any(isinstance(module, modules.Normalize) for module in teacher.children()):
         parts.append(modules.Normalize())
+
     student = SentenceTransformer(modules=parts, device="cpu")
-    if arguments.embeddings_from_teacher:
+    if options.embeddings_from_teacher:
         _check_embeddings(student, teacher)
-    if arguments.freeze_embeddings:
+    if options.freeze_embeddings:
         student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
-    student.max_seq_length = arguments.max_length
+    student.max_seq_length = options.max_length
     return student
 
 
-def _projection(own, width):
-    """A new linear map from the student's width to the teacher's."""
-    from sentence_transformers import models as modules
-
-    dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
-    torch.nn.init.orthogonal_(dense.linear.weight)
-    return dense
-
-
-def _loaded(arguments):
+def _load_start(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
+    """Load the NeoBERT that the student starts from."""
     student = load_sentence_transformer(
-        arguments.init_from,
-        max_length=arguments.max_length,
-        pooling=arguments.pooling,
-        trust_remote_code=arguments.trust_remote_code,
+        model.init_from,
+        max_length=options.max_length,
+        pooling=options.pooling,
+        trust_remote_code=model.trust_remote_code,
     )
-    if student[0].auto_model.config.model_type != "neobert":
-        raise UserError(
-            f"the student must be a NeoBERT, but {arguments.init_from} is a "
-            f"{student[0].auto_model.config.model_type}"
-        )
+    model_type = student[0].auto_model.config.model_type
+    if model_type != "neobert":
+        raise UserError(f"`init_from` must be a NeoBERT, but {model.init_from} is a {model_type}.")
     return student
 
 
-def _fresh(arguments, teacher):
-    """An untrained NeoBERT with the teacher's tokenizer."""
-    from ..modeling_neobert import NeoBERTModel
-
+def _new_student(
+    model: ModelOptions, options: StudentOptions, teacher: SentenceTransformer
+) -> SentenceTransformer:
+    """Return an untrained NeoBERT with the tokenizer of the teacher."""
     tokenizer = teacher.tokenizer
-    fields = arguments.model_config or default_student_config(teacher[0].auto_model.config)
-    given = {"max_position_embeddings": 512, **fields}
-    given |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    fields = model.model_config or default_student_config(teacher[0].auto_model.config)
+    fields = {
+        "max_position_embeddings": 512,
+        **fields,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     try:
-        model = NeoBERTModel(NeoBERTConfig(**given))
+        neobert = NeoBERTModel(NeoBERTConfig(**fields))
     except (TypeError, ValueError) as error:
-        raise UserError(f"model_config: {error}") from error
-    if arguments.embeddings_from_teacher:
-        # Blocks that begin as identities: the student begins as the mean of its token embeddings.
-        for block in model.transformer_encoder:
+        raise UserError(f"`model_config` is not valid: {one_line(error)}.") from error
+
+    if options.embeddings_from_teacher:
+        # The blocks start as identities, so that the student starts as the mean of its token
+        # embeddings.
+        for block in neobert.transformer_encoder:
             torch.nn.init.zeros_(block.wo.weight)
             torch.nn.init.zeros_(block.ffn.w3.weight)
-    with tempfile.TemporaryDirectory() as folder:
-        # Not model.save_pretrained, which writes in a run's first process alone.
-        write_json(
-            Path(folder) / "config.json", {**model.config.to_dict(), "architectures": ["NeoBERT"]}
-        )
-        save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        tokenizer.save_pretrained(folder)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # `save_pretrained` would write in the main process of a distributed run only.
+        config = {**neobert.config.to_dict(), "architectures": ["NeoBERT"]}
+        write_json(folder / "config.json", config)
+        weights = neobert.state_dict()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(name)
         return load_sentence_transformer(
-            folder, max_length=arguments.max_length, pooling=arguments.pooling
+            name, max_length=options.max_length, pooling=options.pooling
         )
 
 
@@ -126,91 +145,113 @@ def default_student_config(teacher_config: "PretrainedConfig") -> dict[str, int]
     }
 
 
-def starts_from_teacher(arguments: "DistillArguments", teacher: "SentenceTransformer") -> bool:
+def starts_from_teacher(
+    model: ModelOptions, options: StudentOptions, teacher: SentenceTransformer
+) -> bool:
     """Return whether the student's token embeddings are initialized from the teacher."""
-    if arguments.embeddings_from_teacher is not None:
-        return arguments.embeddings_from_teacher
-    if arguments.init_from:
+    if options.embeddings_from_teacher is not None:
+        return options.embeddings_from_teacher
+    if model.init_from:
         return False
-    if not arguments.model_config:
+    if not model.model_config:
         return True
-    student_hidden_size = NeoBERTConfig(**arguments.model_config).hidden_size
+    student_hidden_size = NeoBERTConfig(**model.model_config).hidden_size
     return student_hidden_size <= teacher[0].auto_model.config.hidden_size
 
 
-def _check_embeddings(student, teacher):
-    """Raises UserError where the vocabularies differ, or the student is wider."""
-    width = teacher[0].auto_model.config.hidden_size
-    same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
-    if not same or student[0].auto_model.config.hidden_size > width:
+def _check_embeddings(student: SentenceTransformer, teacher: SentenceTransformer) -> None:
+    """Raise UserError if the vocabularies differ, or the student's hidden size is larger."""
+    limit = teacher[0].auto_model.config.hidden_size
+    is_same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
+    if not is_same or student[0].auto_model.config.hidden_size > limit:
         raise UserError(
-            "embeddings_from_teacher needs a student with the teacher's vocabulary and a "
-            f"hidden_size of at most {width}; leave it out, or take another student"
+            "`embeddings_from_teacher` needs a student with the teacher's vocabulary and a "
+            f"hidden_size of at most {limit}. Pass --embeddings-from-teacher false, or change the "
+            "student."
         )
 
 
-def token_vectors(teacher, count):
-    """The teacher's vectors of its first `count` tokens, each alone between the special tokens,
-    (count, D) float32.
+def embed_single_tokens(teacher: PackedEncoder, count: int) -> np.ndarray:
+    """Return the teacher's embeddings of its first `count` tokens, (count, D) float32.
 
-    Args:
-        teacher: `PackedEncoder`.
+    Each token is alone between the special tokens.
     """
     (special,) = teacher.tokenize([""])
     return teacher.embed([np.insert(special, len(special) // 2, i) for i in range(count)])
 
 
-def fitted_table(alone, tokens, vectors, rounds=ROUNDS):
-    """The table whose mean over the tokens of a text is nearest to the teacher's vector of it,
-    (V, D) float32: ridge regression around a multiple of `alone`, by conjugate gradients with the
-    diagonal as preconditioner.
+def fit_token_embeddings(
+    single_tokens: np.ndarray,
+    tokens: Sequence[np.ndarray],
+    embeddings: np.ndarray,
+    rounds: int = ROUNDS,
+) -> np.ndarray:
+    """Return the token embeddings whose mean over a text is nearest to the teacher's embedding.
+
+    The result is a ridge regression around a multiple of `single_tokens`, solved with conjugate
+    gradients and the diagonal as preconditioner.
 
     Args:
-        alone: (V, D), `token_vectors`.
-        tokens: list of N integer arrays.
-        vectors: (N, D), the teacher's vectors of the texts.
+        single_tokens: Embeddings of single tokens, (V, D).
+        tokens: Token ids of N texts.
+        embeddings: The teacher's embeddings of the texts, (N, D).
+        rounds: Number of iterations.
+
+    Returns:
+        Token embeddings, (V, D) float32.
     """
     lengths = np.array([len(ids) for ids in tokens])
-    rows, shares = np.repeat([np.arange(len(tokens)), 1 / lengths], lengths, axis=1)
-    texts = csr_array(
-        (shares, (rows.astype(int), np.concatenate(tokens))), (len(tokens), len(alone))
-    )
-    targets = np.float32(vectors) / np.linalg.norm(np.float32(vectors), axis=1, keepdims=True)
-    start = texts @ alone
-    table = alone * (start * targets).sum() / np.square(start).sum()
+    rows = np.repeat(np.arange(len(tokens)), lengths)
+    weights = np.repeat(1 / lengths, lengths)
+    columns = np.concatenate(tokens)
+    texts = csr_array((weights, (rows, columns)), (len(tokens), len(single_tokens)))
+
+    targets = np.float32(embeddings)
+    targets = targets / np.linalg.norm(targets, axis=1, keepdims=True)
+    start = texts @ single_tokens
+    table = single_tokens * (start * targets).sum() / np.square(start).sum()
+
     diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
-    rest = texts.T @ (targets - texts @ table)
-    direction, product = rest / diagonal, (rest * rest / diagonal).sum(0)
+    residual = texts.T @ (targets - texts @ table)
+    direction = residual / diagonal
+    product = (residual * residual / diagonal).sum(0)
     for _ in range(rounds):
         moved = texts.T @ (texts @ direction) + RIDGE * direction
         step = product / ((direction * moved).sum(0) + TINY)
-        table, rest = table + step * direction, rest - step * moved
-        product, before = (rest * rest / diagonal).sum(0), product
-        direction = rest / diagonal + product / (before + TINY) * direction
+        table = table + step * direction
+        residual = residual - step * moved
+        previous = product
+        product = (residual * residual / diagonal).sum(0)
+        direction = residual / diagonal + product / (previous + TINY) * direction
     return np.float32(table)
 
 
 @torch.no_grad()
-def take_embeddings(student, table, storage):
-    """Gives the student the table as its token embeddings, rounded to the dtype `storage`, so that
-    it begins as the mean of the table's rows over the tokens of a text.
+def take_embeddings(
+    student: SentenceTransformer, table: torch.Tensor, storage: torch.dtype
+) -> None:
+    """Initialize the token embeddings of the student with a table.
 
-    NeoBERT scales the last hidden state of every token to one length. So that a row keeps its
-    weight, the coordinate that says least holds what a row lacks to length 1, and the last norm
-    leaves it out. A narrower student gets the principal components (of the uncentred table, so that
-    scalar products are kept best), and its `Dense` module the way back.
+    The student then is the mean of the table's rows over the tokens of a text. NeoBERT scales the
+    last hidden state of every token to one length. To preserve the weight of a row, the coordinate
+    with the least information contains what the row lacks to length 1, and the last norm drops this
+    coordinate. A student with a smaller hidden size gets the principal components (of the table
+    without centering, which preserves scalar products best), and its Dense module the inverse map.
 
     Args:
-        table: (V, D).
+        student: Student.
+        table: Token embeddings, (V, D). The table is changed.
+        storage: Dtype that the embeddings are rounded to.
     """
     model = student[0].auto_model
     target = model.get_input_embeddings().weight
-    width = target.shape[1]
-    if width < table.shape[1]:
+    hidden_size = target.shape[1]
+    if hidden_size < table.shape[1]:
         _, vectors = torch.linalg.eigh(table.double().T @ table.double())
-        components = vectors[:, -width:].flip(1).float()
+        components = vectors[:, -hidden_size:].flip(1).float()
         table = table @ components
         student[2].linear.weight.copy_(components)
+
     spare = int(table.square().sum(0).argmin())
     table[:, spare] = 0
     lengths = table.norm(dim=1)
@@ -221,12 +262,18 @@ def take_embeddings(student, table, storage):
     model.layer_norm.weight[spare] = 0
 
 
-def save_student(student, folder, dtype, embedding_dtype):
-    """Writes the sentence encoder with its code: matrices in `dtype`, token embeddings in
-    `embedding_dtype`. Vectors (of norms) have at least 16 bits.
+def save_student(
+    student: SentenceTransformer, folder: Path | str, dtype: str, embedding_dtype: str
+) -> None:
+    """Write the sentence encoder with its code.
 
-    The config asks for float32, which is what the weights are loaded as where nothing else is asked
-    for.
+    The configuration requests float32, the dtype that the weights are loaded as by default.
+
+    Args:
+        student: Student.
+        folder: Directory, which must exist.
+        dtype: Dtype of the matrices, from `STORED_AS`. The weights of norms have at least 16 bits.
+        embedding_dtype: Dtype of the token embeddings.
     """
     folder = Path(folder)
     save_for_all_versions(student, folder)
@@ -234,8 +281,8 @@ def save_student(student, folder, dtype, embedding_dtype):
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name, tensor in weights.items():
-        wanted = embedding_dtype if name.endswith("encoder.weight") else dtype
-        if wanted == "float8" and tensor.dim() == 1:
-            wanted = "float16"
-        weights[name] = tensor.to(STORED_AS[wanted])
+        storage = embedding_dtype if name.endswith("encoder.weight") else dtype
+        if storage == "float8" and tensor.dim() == 1:
+            storage = "float16"
+        weights[name] = tensor.to(STORED_AS[storage])
     save_file(weights, path, metadata={"format": "pt"})

@@ -1,12 +1,19 @@
-"""`neobert mteb`: MTEB through the `mteb` package, packed and resumable, with tables of its
-benchmarks."""
+"""Command `neobert mteb`: evaluate an encoder on MTEB with the `mteb` package.
+
+Batches are packed, an interrupted evaluation resumes, and tables of the benchmarks are written.
+"""
 
 import hashlib
 import json
 import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mteb
+import numpy as np
+from mteb.abstasks import AbsTask
+from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
@@ -16,68 +23,126 @@ from ..common.files import write_json
 from ..common.folders import check_folder
 from ..common.identity import model_digest
 from ..common.loading import choose_device
+from ..common.options import log_options
 from ..common.results import check_result_files, environment
-from ..embeddings.instructions import read_instructions as read_file
+from ..embeddings.instructions import read_instructions as read_instruction_file
 from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
-from .options import BENCHMARKS, OPTIONS
+from .options import BENCHMARKS, OPTIONS, MtebOptions
 
 
-# Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone
-# does.
+# Both texts of a symmetric task carry the instruction. In other tasks only the query does.
 _INSTRUCTED_SIDES = (None, PromptType.query)
 
 
-def choose_tasks(names, more=()):
-    """MTEB's tasks for names of tasks and benchmarks.
+def main(argv: Sequence[str] | None = None, more: Mapping[str, Sequence[AbsTask]] = {}) -> int:
+    """Run `neobert mteb --model MODEL --output FOLDER` and return the exit code.
 
     Args:
-        more: {name: tasks} beside MTEB's own.
+        argv: Command line.
+        more: Tasks in addition to those of MTEB, {name: tasks}.
+    """
+    options = OPTIONS["mteb"].read(argv or [])
+    log_options(options)
+    folder = Path(options.evaluation.output)
+    name = f"{options.evaluation.row}.json"
+
+    check_folder(folder, "output")
+    earlier = read_run(folder / name)
+    check_result_files(folder, "mteb", earlier, name)
+    check_result_files(folder, "mteb", read_runs(folder), "table.md")
+    tasks = choose_tasks(options.evaluation.tasks, more)
+    read_instructions(options.instructions.instructions, tasks)
+
+    dtype = options.inference.dtype
+    if earlier and earlier["dtype"] == dtype == "auto":
+        # Another measurement of the speed could choose another dtype.
+        dtype = earlier["environment"]["dtype"]
+    encoder = PackedEncoder(
+        options.evaluation.model,
+        dtype,
+        choose_device(options.inference.device),
+        options.inference.batch_tokens,
+        **options.encoder.settings(),
+    )
+    report = evaluate(encoder, options, tasks)
+
+    print(task_table({report["name"]: report}))
+    errors = report["errors"]
+    if errors:
+        raise UserError(
+            f"{len(errors)} of {len(tasks)} tasks failed ({', '.join(errors)}): "
+            f"{one_line(next(iter(errors.values()))).removesuffix('.')}. Run the same command "
+            "again to resume."
+        )
+    return 0
+
+
+def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {}) -> list[AbsTask]:
+    """Return the tasks of names of tasks and benchmarks.
+
+    Args:
+        names: Names of tasks and benchmarks.
+        more: Tasks in addition to those of MTEB, {name: tasks}.
+
     Raises:
-        UserError: a name that MTEB does not know.
+        UserError: If MTEB has no task or benchmark of a name.
     """
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     tasks = {}
     for name in names:
         if name in more:
-            found = more[name]
+            matches = more[name]
         elif name in benchmarks:
-            found = mteb.get_benchmark(name).tasks
+            matches = mteb.get_benchmark(name).tasks
         else:
             try:
-                found = [mteb.get_task(name, languages=["eng"])]
+                matches = [mteb.get_task(name, languages=["eng"])]
             except KeyError as error:
                 raise UserError(
-                    f"MTEB has no task or benchmark {name!r} ({error.args[0]}); benchmarks are "
-                    f"{', '.join(BENCHMARKS)} and others"
+                    f"MTEB has no task or benchmark {name!r} ({error.args[0]}). Benchmarks are "
+                    f"{', '.join(BENCHMARKS)} and others."
                 ) from None
-        tasks |= {task.metadata.name: task for task in found}
+        tasks |= {task.metadata.name: task for task in matches}
     return list(tasks.values())
 
 
-def read_instructions(choice, tasks):
-    """{task name or task type: text} from a file, {} for "mteb", None for "none".
+def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] | None:
+    """Return the instructions {task name or task type: text} of the option `--instructions`.
+
+    Args:
+        choice: A file, "mteb" for the prompts of MTEB, or "none".
+        tasks: Tasks that are evaluated.
+
+    Returns:
+        The instructions of the file, {} for "mteb", and None for "none".
 
     Raises:
-        UserError: not such a file, or a name that is neither a chosen task (or a part of one) nor
-            its type.
+        UserError: If the file cannot be read, or a name is neither a task, a part of a task nor a
+            type of tasks.
     """
-    if choice in ("mteb", "none"):
-        return {} if choice == "mteb" else None
-    parts = [part.metadata for task in tasks for part in (task, *getattr(task, "tasks", ()))]
-    return read_file(choice, {name for part in parts for name in (part.name, part.type)})
+    if choice == "mteb":
+        return {}
+    if choice == "none":
+        return None
+    names: set[str] = set()
+    for task in tasks:
+        for part in (task, *getattr(task, "tasks", ())):
+            names |= {part.metadata.name, part.metadata.type}
+    return read_instruction_file(choice, names)
 
 
 class PackedModel(AbsEncoder):
-    """A `PackedEncoder` as MTEB calls models.
+    """Adapter of a `PackedEncoder` to the models of MTEB.
 
     Args:
-        encoder: `PackedEncoder`.
-        name, revision: under which MTEB caches results; the revision must change with anything that
-            changes the vectors.
-        instructions: {task name or type: text} that go before MTEB's own, or None for no
-            instruction at all.
-        template: how an instruction is put before a text.
+        encoder: Encoder.
+        name: Name under which MTEB caches results.
+        revision: Revision under which MTEB caches results. The revision must change with anything
+            that changes the embeddings.
+        instructions: Instructions that replace those of MTEB, {task name or type: text}, or None
+            for no instruction at all.
+        template: Format of an instruction before a text.
     """
 
     prompt_priority = (
@@ -86,60 +151,98 @@ class PackedModel(AbsEncoder):
         PromptSource.DEFAULT_TASK_PROMPT,
     )
 
-    def __init__(self, encoder, name, revision, instructions, template):
+    def __init__(
+        self,
+        encoder: PackedEncoder,
+        name: str,
+        revision: str,
+        instructions: dict[str, str] | None,
+        template: str,
+    ) -> None:
         self.encoder = encoder
         self.model = encoder.sentence_transformer
         self.prompts_dict = instructions
         self.instruction_template = template
         self.mteb_model_meta = ModelMeta.create_empty({"name": name, "revision": revision})
 
-    def prompt(self, task_metadata, prompt_type):
-        """The text before each text of this task and side."""
+    def prompt(self, task_metadata: TaskMetadata, prompt_type: PromptType | None) -> str:
+        """Return the text before each text of a task and side."""
         if self.prompts_dict is None or prompt_type not in _INSTRUCTED_SIDES:
             return ""
         return self.get_task_instruction(task_metadata, prompt_type)
 
-    def encode(self, inputs, *, task_metadata, hf_split, hf_subset, prompt_type=None, **kwargs):
-        """(N, width) float32 vectors of all texts of the loader, batched anew by tokens."""
+    def encode(
+        self,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task_metadata: TaskMetadata,
+        hf_split: str,
+        hf_subset: str,
+        prompt_type: PromptType | None = None,
+        **kwargs: Any,
+    ) -> np.ndarray:
+        """Return the embeddings of all texts of a loader, (N, D) float32, batched by tokens."""
         texts = [text for batch in inputs for text in batch["text"]]
-        show = kwargs.get("show_progress_bar", True)
         return self.encoder.encode(
-            texts, self.prompt(task_metadata, prompt_type), show_progress_bar=show
+            texts,
+            self.prompt(task_metadata, prompt_type),
+            show_progress_bar=kwargs.get("show_progress_bar", True),
         )
 
 
-def fingerprint(encoder, arguments, instructions):
-    """40 hex digits that change with the model's files and with every setting that changes
-    vectors."""
-    settings = [model_digest(arguments.model), arguments.tokenizer, str(encoder.dtype)]
-    settings += [encoder.max_length, encoder.prompts, arguments.pooling]
-    settings += [instructions, arguments.instruction_template]
+def fingerprint(
+    encoder: PackedEncoder, options: MtebOptions, instructions: dict[str, str] | None
+) -> str:
+    """Return 40 hex digits that change with the model and every option that affects embeddings."""
+    settings = [
+        model_digest(options.evaluation.model),
+        options.encoder.tokenizer,
+        str(encoder.dtype),
+        encoder.max_length,
+        encoder.prompts,
+        options.encoder.pooling,
+        instructions,
+        options.instructions.instruction_template,
+    ]
     return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
 
 
-def evaluate(encoder, arguments, tasks, show_progress_bar=True):
-    """Runs the tasks; finished ones are taken from MTEB's result cache in `output`/cache.
+def evaluate(
+    encoder: PackedEncoder,
+    options: MtebOptions,
+    tasks: Collection[AbsTask],
+    show_progress_bar: bool = True,
+) -> dict[str, Any]:
+    """Evaluate the tasks and write the results.
+
+    Results of finished tasks are read from MTEB's result cache in `output`/cache.
 
     Args:
-        encoder: `PackedEncoder`.
-        arguments: `MtebArguments`.
-        tasks: of `choose_tasks`.
+        encoder: Encoder.
+        options: Options of the command.
+        tasks: Tasks, from `choose_tasks`.
+        show_progress_bar: Whether to show progress bars.
+
     Returns:
-        dict with scores in percent, types, errors, settings, and the environment; also written to
-        `output`/<name>.json, beside the scores of other tasks that it holds already.
+        Scores in percent, types, errors, settings and the environment, which are also written to
+        `output`/NAME.json together with earlier scores of other tasks.
+
     Raises:
-        UserError: the output holds the scores of other weights or settings under this name.
+        UserError: If the output contains scores of other weights or settings under this name.
     """
-    name, folder = arguments.row, Path(arguments.output)
-    instructions = read_instructions(arguments.instructions, tasks)
-    revision = fingerprint(encoder, arguments, instructions)
+    name = options.evaluation.row
+    folder = Path(options.evaluation.output)
+    template = options.instructions.instruction_template
+    instructions = read_instructions(options.instructions.instructions, tasks)
+    revision = fingerprint(encoder, options, instructions)
+
     earlier = read_run(folder / f"{name}.json") or {}
     if earlier and earlier["fingerprint"] != revision:
         raise UserError(
-            f"{folder / name}.json holds the scores of other weights or settings "
-            f"({earlier['model']}); give this model another --name, or choose another --output"
+            f"{folder / name}.json contains the scores of other weights or settings "
+            f"({earlier['model']}). Pass another --name or another --output."
         )
-    template = arguments.instruction_template
+
     results = mteb.evaluate(
         PackedModel(encoder, f"neobert/{name}", revision, instructions, template),
         tasks,
@@ -149,52 +252,27 @@ def evaluate(encoder, arguments, tasks, show_progress_bar=True):
         show_progress_bar=show_progress_bar,
         encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
     )
-    # A task that failed has None, so that no mean leaves it out.
+
+    # A task that failed has the score None, so that no mean leaves the task out.
     scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
     for result in results.task_results:
-        if not math.isnan(score := result.get_score()):
+        score = result.get_score()
+        if not math.isnan(score):
             scores[result.task_name] = round(100 * float(score), 4)
+    types = {task.metadata.name: task.metadata.type for task in tasks}
     report = {
         "name": name,
-        "model": str(arguments.model),
+        "model": str(options.evaluation.model),
         "fingerprint": revision,
         "scores": scores,
-        "types": earlier.get("types", {}) | {t.metadata.name: t.metadata.type for t in tasks},
+        "types": earlier.get("types", {}) | types,
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
-        "instructions": arguments.instructions,
+        "instructions": options.instructions.instructions,
         "instruction_template": template,
-        "dtype": arguments.dtype,
+        "dtype": options.inference.dtype,
         "max_length": encoder.max_length,
         "environment": environment(dtype=encoder.dtype_name, device=str(encoder.device)),
     }
     write_json(folder / f"{name}.json", report)
     write_tables(folder)
     return report
-
-
-def main(argv=None, more=()):
-    """`neobert mteb --model MODEL --output FOLDER`; returns the exit code.
-
-    Args:
-        more: {name: tasks} beside MTEB's own.
-    """
-    (arguments,) = OPTIONS["mteb"].read(argv or [])
-    folder, name = Path(arguments.output), f"{arguments.row}.json"
-    check_folder(folder, "output")
-    earlier = read_run(folder / name)
-    check_result_files(folder, "mteb", earlier, name)
-    check_result_files(folder, "mteb", read_runs(folder), "table.md")
-    tasks = choose_tasks(arguments.tasks, more)
-    read_instructions(arguments.instructions, tasks)
-    dtype = arguments.dtype
-    if earlier and earlier["dtype"] == dtype == "auto":  # a measurement may turn out otherwise
-        dtype = earlier["environment"]["dtype"]
-    encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)
-    report = evaluate(encoder, arguments, tasks)
-    print(task_table({report["name"]: report}))
-    if errors := report["errors"]:
-        raise UserError(
-            f"{len(errors)} of {len(tasks)} tasks failed ({', '.join(errors)}): "
-            f"{one_line(next(iter(errors.values())))}; run again to continue"
-        )
-    return 0

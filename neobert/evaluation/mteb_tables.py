@@ -1,7 +1,9 @@
-"""Tables of `neobert mteb`: benchmarks of which a run has all tasks, each task, the settings."""
+"""Tables of `neobert mteb`: benchmarks, single tasks, and settings."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import mteb
 
@@ -11,47 +13,62 @@ from ..embeddings.instructions import TEMPLATE
 from .options import BENCHMARKS, PAPER_BENCHMARK
 
 
-_RESULT = (
-    *("name", "model", "fingerprint", "scores", "types", "instructions", "dtype", "max_length"),
+# Keys of a result file of `neobert mteb`.
+_RESULT_KEYS = (
+    "name",
+    "model",
+    "fingerprint",
+    "scores",
+    "types",
+    "instructions",
+    "dtype",
+    "max_length",
     "environment",
 )
 
 
-def averages(scores, types):
-    """Means as MTEB's leaderboard has them; scores in percent.
+def averages(
+    scores: Mapping[str, float | None], types: Mapping[str, str]
+) -> dict[str, float | None]:
+    """Return the means that MTEB's leaderboard shows, in percent.
 
     Args:
-        scores: {task: score}; a task that failed has None.
-        types: {task: type}.
+        scores: Scores in percent, {task: score}; None for a task that failed.
+        types: Types of the tasks, {task: type}.
+
     Returns:
-        {"tasks": mean over all tasks, "types": mean over the means of the types, type: its mean}.
-        None where a task of the mean has no score: no task is ever left out.
+        "tasks", the mean over all tasks; "types", the mean over the means of the types; and the
+        mean of each type. A mean is None if one of its tasks has no score.
     """
-    groups = {}
+    groups: dict[str, list[float | None]] = {}
     for task, score in scores.items():
         groups.setdefault(types[task], []).append(score)
     means = {kind: _mean(group) for kind, group in groups.items()}
     return {"tasks": _mean(scores.values()), "types": _mean(means.values()), **means}
 
 
-def _mean(values):
-    return None if None in (values := list(values)) else fmean(values)
+def _mean(scores: Iterable[float | None]) -> float | None:
+    values = list(scores)
+    return None if None in values else fmean(values)  # type: ignore[arg-type]
 
 
-def _cell(value, digits=1):
+def _cell(value: float | None, digits: int = 1) -> str | None:
     return None if value is None else f"{value:.{digits}f}"
 
 
-def benchmark_table(name, runs):
-    """Markdown table of a benchmark, a row for each run that has all its tasks; that of the paper
-    has the published rows first. "" where there is no such run.
+def benchmark_table(name: str, runs: Mapping[str, dict[str, Any]]) -> str:
+    """Return the Markdown table of a benchmark, one row per run that has all its tasks.
+
+    The table of the paper's benchmark starts with the published rows. The result is "" if no run
+    has all tasks.
 
     Args:
-        runs: {name: result dict}, as `read_runs` returns them.
+        name: Name of the benchmark.
+        runs: Results by name, from `read_runs`.
     """
     tasks = {task.metadata.name: task.metadata.type for task in mteb.get_benchmark(name).tasks}
     kinds = [kind for kind in MTEB_TYPES if kind in tasks.values()]
-    rows = []
+    rows: list[list[str | None]] = []
     for model, run in runs.items():
         if run["scores"].keys() >= tasks.keys():
             means = averages({task: run["scores"][task] for task in tasks}, tasks)
@@ -59,6 +76,7 @@ def benchmark_table(name, runs):
             rows.append([model, "measured", *cells])
     if not rows:
         return ""
+
     header = ["model", "source", *(MTEB_TYPES[kind] for kind in kinds)]
     header += ["mean of tasks", "mean of types"]
     if name != PAPER_BENCHMARK:
@@ -67,47 +85,54 @@ def benchmark_table(name, runs):
     return f"{markdown_table(header, published + rows)}\n{MTEB_NOTE}"
 
 
-def task_table(runs):
-    """Markdown table of every task (rows) and run (columns), with the mean over all tasks."""
-    types = {task: run["types"][task] for run in runs.values() for task in run["scores"]}
+def task_table(runs: Mapping[str, dict[str, Any]]) -> str:
+    """Return the Markdown table of all tasks, one column per run, with the mean over all tasks."""
+    types: dict[str, str] = {}
+    for run in runs.values():
+        types |= {task: run["types"][task] for task in run["scores"]}
     scores = {name: [run["scores"].get(task) for task in types] for name, run in runs.items()}
-    rows = [
-        [task, kind, *(_cell(values[row], 2) for values in scores.values())]
-        for row, (task, kind) in enumerate(types.items())
-    ]
+
+    rows: list[list[str | None]] = []
+    for number, (task, kind) in enumerate(types.items()):
+        rows.append([task, kind, *(_cell(values[number], 2) for values in scores.values())])
     means = [_cell(_mean(values), 2) for values in scores.values()]
     rows.append([f"**mean over {len(types)} tasks**", None, *means])
     return markdown_table(["task", "type", *runs], rows)
 
 
-def settings_table(runs):
-    """Markdown table of the settings that every run's scores depend on."""
-    rows = [
-        [name, run["max_length"], run["instructions"], run["environment"]["dtype"]]
-        + [repr(run.get("instruction_template", TEMPLATE))]
-        for name, run in runs.items()
-    ]
-    return markdown_table(["model", "max_length", "instructions", "dtype", "put as"], rows)
+def settings_table(runs: Mapping[str, dict[str, Any]]) -> str:
+    """Return the Markdown table of the settings that the scores of every run depend on."""
+    rows = []
+    for name, run in runs.items():
+        template = repr(run.get("instruction_template", TEMPLATE))
+        dtype = run["environment"]["dtype"]
+        rows.append([name, run["max_length"], run["instructions"], dtype, template])
+    return markdown_table(["model", "max_length", "instructions", "dtype", "template"], rows)
 
 
-def read_run(path):
-    """The result of `neobert mteb` in a JSON file; None for any other file, or none."""
-    return earlier_result(path, *_RESULT)
+def read_run(path: Path | str) -> dict[str, Any] | None:
+    """Return the result of `neobert mteb` in a JSON file, or None for any other file."""
+    return earlier_result(path, *_RESULT_KEYS)
 
 
-def read_runs(folder):
-    """{name: result} of every result in `folder`; other files do not count."""
-    return {
-        run["name"]: run for path in sorted(Path(folder).glob("*.json")) if (run := read_run(path))
-    }
+def read_runs(folder: Path | str) -> dict[str, dict[str, Any]]:
+    """Return all results of `neobert mteb` in a directory, {name: result}."""
+    runs = {}
+    for path in sorted(Path(folder).glob("*.json")):
+        run = read_run(path)
+        if run:
+            runs[run["name"]] = run
+    return runs
 
 
-def write_tables(folder):
-    """Writes table.md from every result in `folder`."""
-    runs, parts = read_runs(folder), ["# MTEB"]
+def write_tables(folder: Path | str) -> None:
+    """Write table.md from all results in a directory."""
+    runs = read_runs(folder)
+    parts = ["# MTEB"]
     for name in BENCHMARKS:
-        if table := benchmark_table(name, runs):
+        table = benchmark_table(name, runs)
+        if table:
             parts += [f"## {name}", table]
-    parts += ["## Each task", "Main score of each task in percent (its own metric)."]
+    parts += ["## Tasks", "Main score of each task in percent."]
     parts += [task_table(runs), "## Settings", settings_table(runs)]
     write_text(Path(folder) / "table.md", "\n\n".join(part.strip() for part in parts) + "\n")

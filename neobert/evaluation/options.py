@@ -3,91 +3,137 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from ..common.arguments import Arguments, Options, option
+from msgspec import Meta
+
 from ..common.constants import DTYPES
 from ..common.errors import UserError
+from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template
-from ..embeddings.options import TOKENS_HELP, EncoderOptions
+from ..embeddings.options import BATCH_TOKENS_HELP, EncoderGroup
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"
-BENCHMARKS = ("MTEB(eng, v2)", PAPER_BENCHMARK, "NanoBEIR")  # that have a table of their own
+# Benchmarks that have a table in table.md.
+BENCHMARKS = ("MTEB(eng, v2)", PAPER_BENCHMARK, "NanoBEIR")
+
+DEVICE_HELP = "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available."
 
 
-@dataclass(kw_only=True)
-class QuestionOptions(Arguments):
-    """What is measured on what."""
+@dataclass(frozen=True)
+class RetrievalDataOptions(OptionGroup):
+    """Model and pairs."""
+
+    title = "Data"
 
     model: str = option(
-        help="sentence encoder or bare encoder: a folder or a Hub name", positional=True
+        help="Model to evaluate: a directory or a name on the Hub.", positional=True
     )
     pairs: str = option(
-        help="file of rows with columns anchor, positive, and perhaps negative, negative_1, ..."
+        help="File of rows with the columns anchor, positive and, optionally, negative or "
+        "negative_1, negative_2, ...",
+        metavar="PATH",
     )
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...")
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME")
 
 
-@dataclass(kw_only=True)
-class RetrievalArguments(EncoderOptions, QuestionOptions):
+@dataclass(frozen=True)
+class RetrievalOptions:
     """Options of `neobert retrieval`."""
 
+    data: RetrievalDataOptions
+    encoder: EncoderGroup = EncoderGroup()
 
-@dataclass(kw_only=True)
-class TaskOptions(Arguments):
-    """What is measured on what."""
 
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
-    output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
+@dataclass(frozen=True)
+class TaskOptions(OptionGroup):
+    """Model, tasks and output."""
+
+    title = "Evaluation"
+
+    model: str = option(help="Model to evaluate: a directory or a name on the Hub.", metavar="NAME")
+    output: str = option(
+        help="Output directory for NAME.json, the tables and MTEB's result cache.", metavar="PATH"
+    )
     tasks: list[str] = option(
         default_factory=lambda: [BENCHMARKS[0]],
-        help="names of tasks and benchmarks, as 'MTEB(eng, v1)' (the paper's) or NanoBEIR",
+        help="Names of tasks and benchmarks, such as 'MTEB(eng, v1)' (the paper's) or NanoBEIR.",
+        metavar="NAME",
     )
-    name: str | None = option(None, "name of the row; the model's by default")
-    instructions: str = option(
-        "mteb", "mteb (each task's own prompt), none, or a YAML or JSON file {task or type: text}"
+    name: str | None = option(
+        None, "Name of the row in the tables. By default the name of the model.", metavar="NAME"
     )
-    instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
-    dtype: str = option(
-        "auto",
-        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest of floating point by a "
-        "measurement; int8 is for NeoBERT on a CPU",
-        choices=DTYPES,
-    )
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...")
-    tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
 
-
-@dataclass(kw_only=True)
-class MtebArguments(EncoderOptions, TaskOptions):
-    """Options of `neobert mteb`."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_template(self.instruction_template)
+    def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+-]+", self.row):
             raise UserError(
-                f"name may hold letters, digits and . _ + -, but {self.row!r} was given"
+                f"`name` must consist of letters, digits and . _ + -, got {self.row!r}. Pass "
+                "another --name."
             )
 
     @property
-    def row(self):
-        """Name of the row in the table."""
+    def row(self) -> str:
+        """Name of the row in the tables."""
         return self.name or Path(self.model.rstrip("/")).name
 
 
+@dataclass(frozen=True)
+class TaskInstructionOptions(OptionGroup):
+    """Instructions before the texts."""
+
+    title = "Instructions"
+
+    instructions: str = option(
+        "mteb",
+        "Instructions: mteb (the prompt of each task), none, or a YAML or JSON file "
+        "{task or type: text}.",
+        metavar="{mteb,none,PATH}",
+    )
+    instruction_template: str = option(TEMPLATE, "Format of an instruction before a text.")
+
+    def __post_init__(self) -> None:
+        check_template(self.instruction_template)
+
+
+@dataclass(frozen=True)
+class InferenceOptions(OptionGroup):
+    """Precision, device and batches."""
+
+    title = "Inference"
+
+    dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
+        "auto",
+        "Precision. auto is float16 on CUDA, as in the paper, and elsewhere the fastest of the "
+        "floating-point types by a short measurement. int8 is for NeoBERT on a CPU.",
+    )
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME")
+    batch_tokens: Annotated[int, Meta(ge=1)] | None = option(None, BATCH_TOKENS_HELP)
+
+
+@dataclass(frozen=True)
+class MtebOptions:
+    """Options of `neobert mteb`."""
+
+    evaluation: TaskOptions
+    instructions: TaskInstructionOptions = TaskInstructionOptions()
+    encoder: EncoderGroup = EncoderGroup()
+    inference: InferenceOptions = InferenceOptions()
+
+
 OPTIONS = {
-    "retrieval": Options(
+    "retrieval": OptionParser(
         "neobert retrieval",
-        "How often an encoder finds the text that belongs to a question, among all texts of a "
-        "file.",
-        (RetrievalArguments,),
+        "Measure recall and MRR of an encoder: every question of a file is searched among all "
+        "texts of the file.",
+        RetrievalOptions,
         "neobert retrieval runs/encoder --pairs test.jsonl",
     ),
-    "mteb": Options(
+    "mteb": OptionParser(
         "neobert mteb",
-        "MTEB and NanoBEIR through the mteb package, packed and resumable, with their tables.",
-        (MtebArguments,),
+        "Evaluate an encoder on MTEB and NanoBEIR with the mteb package. Batches are packed, and "
+        "an interrupted evaluation resumes.",
+        MtebOptions,
         "neobert mteb --model runs/encoder --tasks STS12 --output results/mteb",
     ),
 }

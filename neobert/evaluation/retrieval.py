@@ -1,9 +1,12 @@
-"""`neobert retrieval MODEL --pairs FILE`: how often an encoder finds the text that belongs to a
-question, among all texts of the file."""
+"""Command `neobert retrieval`: recall and MRR of an encoder on pairs of questions and texts.
+
+Every question is searched among all texts of the file.
+"""
 
 import math
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,104 +14,131 @@ import torch
 from ..common.data import rows
 from ..common.errors import UserError
 from ..common.loading import choose_device
+from ..common.options import log_options
 from ..embeddings.packed_encoder import load_sentence_transformer
 from .options import OPTIONS
+
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 
 METRICS = ("recall@1", "recall@10", "mrr@10")
 
 
-def read_questions(path):
-    """({question: its positives}, all positives and negatives) of a file of pairs.
+@dataclass(frozen=True)
+class Questions:
+    """Questions and the texts that are searched.
+
+    Attributes:
+        relevant: Texts that answer each question, {question: texts}.
+        texts: All texts that are searched.
+    """
+
+    relevant: dict[str, set[str]]
+    texts: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert retrieval MODEL --pairs FILE` and return the exit code."""
+    options = OPTIONS["retrieval"].read(argv or [])
+    log_options(options)
+    name = options.data.model
+    questions = read_questions(options.data.pairs)
+    device = choose_device(options.data.device)
+    model = load_sentence_transformer(name, device, **options.encoder.settings())
+
+    metrics = describe_metrics(evaluate_retrieval(model, questions))
+    counts = f"{len(questions.relevant):,} questions among {len(questions.texts):,} texts"
+    print(f"{name}: {counts}: {metrics}")
+    return 0
+
+
+def read_questions(path: str) -> Questions:
+    """Read the questions of a file of pairs.
 
     Raises:
-        UserError: it cannot be read, or has no usable row.
+        UserError: If the file cannot be read or has no usable row.
     """
-    relevant, texts = {}, {}
-    for row in rows(path, texts=["anchor", "positive"]):
-        if row["anchor"].strip() and row["positive"].strip():
-            relevant.setdefault(row["anchor"], set()).add(row["positive"])
-            texts[row["positive"]] = None
-            for name, value in row.items():
-                if name == "negative" or name.startswith("negative_"):
-                    texts |= dict.fromkeys(value if isinstance(value, list) else [value])
-    if not relevant:
-        raise UserError(f"{path} has no row with an anchor and a positive")
-    return relevant, [text for text in texts if text and text.strip()]
+    questions = questions_of_rows(rows(path, texts=["anchor", "positive"]))
+    if not questions.relevant:
+        raise UserError(
+            f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."
+        )
+    return questions
 
 
-def measure(model, relevant, texts):
-    """{"recall@1", "recall@10", "mrr@10": mean over the questions} and, with "_se" after each name,
-    its standard error; by the model's own similarity and its prompts.
+def questions_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Questions:
+    """Return the questions of rows with the columns anchor, positive, negative, negative_1, ..."""
+    relevant: dict[str, set[str]] = {}
+    texts: dict[str, None] = {}
+    for row in pairs:
+        if not row["anchor"].strip() or not row["positive"].strip():
+            continue
+        relevant.setdefault(row["anchor"], set()).add(row["positive"])
+        texts[row["positive"]] = None
+        for name, value in row.items():
+            if name == "negative" or name.startswith("negative_"):
+                texts |= dict.fromkeys(value if isinstance(value, list) else [value])
+    return Questions(relevant, [text for text in texts if text and text.strip()])
 
-    Args:
-        model: SentenceTransformer.
-        relevant: {question: set of those of `texts` that belong to it}.
-        texts: what is searched.
+
+def evaluate_retrieval(model: "SentenceTransformer", questions: Questions) -> dict[str, float]:
+    """Return recall@1, recall@10 and MRR@10, and their standard errors as "recall@1_se", ...
+
+    The similarity function and the prompts are those of the model.
     """
-    questions = list(relevant)
-    queries, documents = (
-        encode(part, convert_to_tensor=True, show_progress_bar=True)
-        for encode, part in ((model.encode_query, questions), (model.encode_document, texts))
+    queries = model.encode_query(
+        list(questions.relevant), convert_to_tensor=True, show_progress_bar=True
     )
-    return _metrics(relevant, texts, lambda rows: model.similarity(queries[rows], documents))
+    documents = model.encode_document(
+        questions.texts, convert_to_tensor=True, show_progress_bar=True
+    )
+    return _metrics(questions, lambda part: model.similarity(queries[part], documents))
 
 
-def _metrics(
-    relevant: dict[str, set[str]], texts: list[str], similarity: Callable[[slice], torch.Tensor]
-) -> dict[str, float]:
-    """Return the mean metrics and their standard errors.
-
-    Args:
-        relevant: Positives of each question.
-        texts: Texts that are searched.
-        similarity: Function that returns the similarities of a slice of the questions to all texts.
-    """
-    questions, values = list(relevant), []
-    step = max(1, 10**8 // len(texts))  # bounds the memory of the similarities
-    for start in range(0, len(questions), step):
-        scores = similarity(slice(start, start + step))
-        best = scores.topk(min(10, len(texts))).indices.tolist()
-        for question, numbers in zip(questions[start:], best):
-            right = relevant[question]
-            hits = [texts[number] in right for number in numbers]
-            rank = hits.index(True) + 1 if any(hits) else math.inf
-            values.append([sum(hits[:1]) / len(right), sum(hits) / len(right), 1 / rank])
-    values = np.array(values)
-    errors = values.std(0, ddof=min(1, len(values) - 1)) / math.sqrt(len(values))
-    means = dict(zip(METRICS, values.mean(0).tolist()))
-    return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
-
-
-def measure_tfidf(relevant: dict[str, set[str]], texts: list[str]) -> dict[str, float]:
-    """Return the metrics of `measure` for TF-IDF of character n-grams, fitted on `texts`."""
+def evaluate_tfidf(questions: Questions) -> dict[str, float]:
+    """Return the metrics of TF-IDF of character n-grams, fitted on the searched texts."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
-    documents = vectorizer.fit_transform(texts)
-    questions = vectorizer.transform(list(relevant))
+    documents = vectorizer.fit_transform(questions.texts)
+    queries = vectorizer.transform(list(questions.relevant))
     return _metrics(
-        relevant, texts, lambda rows: torch.from_numpy((questions[rows] @ documents.T).toarray())
+        questions, lambda part: torch.from_numpy((queries[part] @ documents.T).toarray())
     )
 
 
-def described(measures):
-    """The measures as one text."""
+def _metrics(questions: Questions, similarity: Callable[[slice], torch.Tensor]) -> dict[str, float]:
+    """Return the mean metrics and their standard errors.
+
+    Args:
+        questions: Questions and texts.
+        similarity: Function that returns the similarities of a slice of the questions to all texts.
+    """
+    names = list(questions.relevant)
+    texts = questions.texts
+    values = []
+    step = max(1, 10**8 // len(texts))  # Bounds the memory of the similarities.
+    for start in range(0, len(names), step):
+        scores = similarity(slice(start, start + step))
+        best = scores.topk(min(10, len(texts))).indices.tolist()
+        for name, numbers in zip(names[start:], best):
+            positives = questions.relevant[name]
+            hits = [texts[number] in positives for number in numbers]
+            rank = hits.index(True) + 1 if any(hits) else math.inf
+            recalls = [sum(hits[:1]) / len(positives), sum(hits) / len(positives)]
+            values.append([*recalls, 1 / rank])
+
+    table = np.array(values)
+    errors = table.std(0, ddof=min(1, len(table) - 1)) / math.sqrt(len(table))
+    means = dict(zip(METRICS, table.mean(0).tolist()))
+    return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the metrics with their standard errors in one line."""
     return ", ".join(
-        f"{name.replace('mrr', 'MRR')} {measures[name]:.3f} ± {measures[f'{name}_se']:.3f}"
+        f"{name.replace('mrr', 'MRR')} {metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}"
         for name in METRICS
     )
-
-
-def main(argv=None):
-    """`neobert retrieval MODEL --pairs FILE`; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    (arguments,) = OPTIONS["retrieval"].read(argv)
-    relevant, texts = read_questions(arguments.pairs)
-    device = choose_device(arguments.device)
-    model = load_sentence_transformer(arguments.model, device, **arguments.loading())
-    print(
-        f"{arguments.model}: {len(relevant):,} questions among {len(texts):,} texts: "
-        f"{described(measure(model, relevant, texts))}"
-    )
-    return 0

@@ -30,7 +30,7 @@ from neobert.common.errors import Stopped, UserError
 from neobert.common.model_card import base_model
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
-from neobert.contrastive.options import ContrastiveArguments
+from neobert.contrastive.options import LossOptions
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 from neobert.evaluation import retrieval
 
@@ -42,7 +42,7 @@ def test_loss_is_infonce_of_cosine_over_temperature():
 
     generator = torch.Generator().manual_seed(0)
     anchors, positives, first, second = (torch.randn(6, 16, generator=generator) for _ in range(4))
-    loss = build_loss(Vectors(), ContrastiveArguments(model="m", output="o", pairs=["x.jsonl"]))
+    loss = build_loss(Vectors(), LossOptions())
     got = loss.compute_loss_from_embeddings([anchors, positives, first, second], None)
     candidates = torch.nn.functional.normalize(torch.cat([positives, first, second]), dim=1)
     logits = torch.nn.functional.normalize(anchors, dim=1) @ candidates.T / 0.07
@@ -51,9 +51,8 @@ def test_loss_is_infonce_of_cosine_over_temperature():
 
 
 def test_the_cached_loss_has_the_temperature():
-    arguments = {"model": "m", "output": "o", "pairs": ["x.jsonl"], "mini_batch_size": 2}
     model = torch.nn.Sequential(torch.nn.Identity())
-    loss = build_loss(model, ContrastiveArguments(**arguments))
+    loss = build_loss(model, LossOptions(mini_batch_size=2))
     assert loss.scale == pytest.approx(1 / 0.07) and loss.mini_batch_size == 2
 
 
@@ -79,7 +78,8 @@ def test_an_encoder_that_learned_nothing_is_reported():
 def test_tfidf_finds_the_text_that_shares_words():
     relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
     texts = ["the cat is red", "birds that are blue", "nothing"]
-    assert retrieval.measure_tfidf(relevant, texts)["recall@1"] == 1
+    metrics = retrieval.evaluate_tfidf(retrieval.Questions(relevant, texts))
+    assert metrics["recall@1"] == 1
 
 
 @pytest.mark.slow
@@ -164,9 +164,10 @@ def test_a_folder_to_publish(model_folder, tmp_path):
     one of them, and take the first token's vector where theirs is missing."""
     rows = [{"anchor": f"unpublished question {i}", "positive": f"answer {i}"} for i in range(20)]
     write_jsonl(tmp_path / "faq.jsonl", rows)
-    write_jsonl(tmp_path / "heldout.jsonl", [{"anchor": "other", "positive": "text"}])
+    write_jsonl(tmp_path / "validation.jsonl", [{"anchor": "other", "positive": "text"}])
     options = ["--pairs", str(tmp_path / "faq.jsonl"), "--max_steps", "1", "--license", "cc0-1.0"]
-    options += ["--heldout", str(tmp_path / "heldout.jsonl"), "--base-model", "you/start"]
+    options += ["--validation-file", str(tmp_path / "validation.jsonl")]
+    options += ["--base-model", "you/start"]
     output = tmp_path / "out"
     assert main(arguments_for(model_folder, output, *options)) == 0
     written = [path for path in output.rglob("*") if path.suffix in (".md", ".json")]
@@ -197,27 +198,27 @@ def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
 def test_negatives_are_searched_too(tmp_path):
     rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
-    relevant, texts = retrieval.read_questions(str(path))
-    assert relevant == {"a": {"p", "q"}} and sorted(texts) == ["n", "p", "q"]
+    questions = retrieval.read_questions(str(path))
+    assert questions.relevant == {"a": {"p", "q"}} and sorted(questions.texts) == ["n", "p", "q"]
 
 
-def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
-    """Against the definition: every question is searched among all texts of the held-out file,
-    without those that were trained on."""
+def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, caplog):
+    """Every question is searched among all texts of the validation file, without those that were
+    trained on."""
     rows = [
         {"anchor": f"an animal: {animal} {i}", "positive": f"{i} {animal}"}
         for i, animal in enumerate(ANIMALS * 4)
     ]
     train = write_jsonl(tmp_path / "train.jsonl", rows[:20])
     more = {"anchor": rows[-1]["anchor"], "positive": "one more answer"}
-    heldout = write_jsonl(tmp_path / "heldout.jsonl", [*rows[19:], more])
-    argv = ["--pairs", str(train), "--learning_rate", "2e-3", "--heldout", str(heldout)]
+    validation = write_jsonl(tmp_path / "validation.jsonl", [*rows[19:], more])
+    argv = ["--pairs", str(train), "--learning_rate", "2e-3"]
+    argv += ["--validation-file", str(validation)]
     assert main(arguments_for(model_folder, tmp_path / "out", *argv)) == 0
-    found = json.loads((tmp_path / "out" / "result.json").read_text())["training"]["heldout"]
+    found = json.loads((tmp_path / "out" / "result.json").read_text())["training"]["validation"]
     assert (found["questions"], found["texts"]) == (12, 14)
-    told = capsys.readouterr()
-    assert "1 of 13 questions are trained on" in told.err
-    assert "12 held-out questions among 14 texts" in told.out
+    assert "1 of 13 questions are trained on" in caplog.text
+    assert "12 held-out questions among 14 texts" in capsys.readouterr().out
     texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
     for when, folder in (("before", model_folder), ("after", tmp_path / "out")):
         model = load_sentence_transformer(str(folder), max_length=32, trust_remote_code=True)
@@ -235,7 +236,7 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
         assert found[when] == pytest.approx(expected, abs=1e-6)
         line = f"| {when} | {expected['recall@1']:.3f} ± {expected['recall@1_se']:.3f} |"
         assert line in (tmp_path / "out" / "README.md").read_text()
-    pairs = ["--pairs", str(heldout), "--trust-remote-code"]
+    pairs = ["--pairs", str(validation), "--trust-remote-code"]
     assert retrieval.main([str(tmp_path / "out"), *pairs]) == 0
     words = r"13 questions among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
     assert re.search(words, capsys.readouterr().out)
@@ -245,11 +246,17 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
 
 
 BAD = {
-    "no data": ([], "give data sets of different names"),
-    "a name twice": (["--pairs", "good.jsonl", "good.jsonl"], "but good, good was given"),
+    "no data": ([], "at least one is needed, got none"),
+    "a name twice": (
+        ["--pairs", "good.jsonl", "good.jsonl"],
+        "must have different names, .* got good, good",
+    ),
     "a row without a positive": (["--pairs", "bad.jsonl"], "row 2: there is no column 'positive'"),
-    "one answer": (["--pairs", "alike.jsonl"], "its 5 usable rows have not so many; give a small"),
-    "a batch of one": (["--per-device-train-batch-size", "1"], "batch_size must be at least 2"),
+    "one answer": (["--pairs", "alike.jsonl"], "from 5 usable rows. Reduce --per-device"),
+    "a batch of one": (
+        ["--per-device-train-batch-size", "1"],
+        "batch_size` must be at least 2, got 1",
+    ),
     "a file as output": (["--output", "good.jsonl"], "are in one another; choose an output"),
     "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
     "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
@@ -269,4 +276,5 @@ def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path,
         words = ["--pairs", "good.jsonl", *words]
     with pytest.raises(UserError, match=message):
         main([*arguments_for(model_folder, tmp_path / "out"), *words])
-    assert not (tmp_path / "out").exists(), "something was written"
+    # The output directory is claimed before data is read; `run.json` alone blocks no other run.
+    assert {path.name for path in tmp_path.glob("out/*")} <= {"run.json", ".lock"}

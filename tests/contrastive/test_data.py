@@ -1,6 +1,9 @@
-"""Pins the data of contrastive training: batches of one data set drawn by size^alpha, no text as
-its own negative, rows and judgements that become pairs, the paper's recipe, and instructions that
-reach the tokens of the query alone."""
+"""Tests of the data of contrastive training.
+
+Batches are sampled from one dataset by size^alpha, no text is its own negative, rows and judgements
+become pairs, the recipe is the paper's, instructions reach the tokens of the query alone, and
+validation questions are not trained on.
+"""
 
 import collections
 import json
@@ -19,18 +22,19 @@ from helpers.contrastive_runs import arguments_for, make_model_folder, make_pair
 from torch.utils.data import ConcatDataset
 
 from neobert.common.errors import UserError
-from neobert.contrastive import command as contrastive
-from neobert.contrastive.command import build_datasets, build_trainer, parse
+from neobert.contrastive.command import build_mixture, build_trainer, parse
 from neobert.contrastive.data import (
     PairSource,
     SizeAlphaBatchSampler,
     TextsBatchSampler,
     check_batch,
+    choose_validation_questions,
     example,
     load_source,
     lookup,
     unusable,
 )
+from neobert.contrastive.options import read_sources
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 
@@ -114,11 +118,11 @@ def test_the_processes_of_a_step_share_a_data_set():
     assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4))
 
 
-def test_texts_per_batch_counts_every_column():
+def test_batch_texts_counts_every_column():
     names = ("anchor", "positive", "negative_1", "negative_2", "dataset_name")
     data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in names})
     for texts, rows in ((24, 6), (3, 2)):  # the name of the data set is no text
-        sampler = TextsBatchSampler(data, batch_size=64, texts_per_batch=texts)
+        sampler = TextsBatchSampler(data, batch_size=64, batch_texts=texts)
         assert sampler.batch_size == rows
 
 
@@ -148,7 +152,7 @@ def test_a_batch_that_cannot_be_found_is_refused():
     data = Dataset.from_dict({"anchor": anchors, "positive": positives})
     source = PairSource(name="faq", path="f")
     check_batch(source, data, 9)
-    with pytest.raises(UserError, match=r"faq \(f\): 10 rows .* its 10 usable rows have not so"):
+    with pytest.raises(UserError, match=r"faq \(f\): cannot form a batch of 10 .* from 10 usable"):
         check_batch(source, data, 10)
 
 
@@ -185,7 +189,7 @@ def test_rows_become_examples_with_as_many_negatives_each():
 
 
 @pytest.mark.parametrize("place", ["file", "data set of the library"])
-def test_rows_that_are_left_out_are_told(tmp_path, capsys, place):
+def test_rows_that_are_left_out_are_logged(tmp_path, caplog, place):
     """Low scores, no score, no text; the rest keeps its order, and at most `max_negatives`."""
     rows = [{"anchor": f"s{i}", "positive": f"t{i}", "score": i / 2} for i in range(12)]
     rows = [{**row, "neg": ["n1", "n2", "n3"]} for row in rows]
@@ -197,19 +201,24 @@ def test_rows_that_are_left_out_are_told(tmp_path, capsys, place):
     negatives = {"negative_1": "n1", "negative_2": "n2"}
     assert data[:]["anchor"] == ["s10", "s11"]
     assert data[0] == {"anchor": "s10", "positive": "t10", **negatives}
-    told = "sts: 10 of 12 rows left out: 9 with a score not above 4, 1 without positive\n"
-    assert told in capsys.readouterr().err
+    message = "sts: 10 of 12 rows are left out: 9 with a score not above 4, 1 without positive."
+    assert message in caplog.messages
 
 
 def test_the_recipe_of_the_paper():
     argv = [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
-    arguments, training = parse(argv)
-    sources = {source.name: source for source in arguments.sources()}
+    options, training = parse(argv)
+    sources = {source.name: source for source in read_sources(options.data, options.instructions)}
+    assert options.data.validation_percent == 0
     assert len(sources) == 22 == len({source.instruction for source in sources.values()})
     assert all(source.instruction for source in sources.values())
     assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
-    settings = (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps)
-    assert settings == (0.07, 0.5, "mean", 2000)
+    assert (options.loss.temperature, options.loss.alpha, options.loss.batch_texts) == (
+        0.07,
+        0.5,
+        128,
+    )
+    assert (options.encoder.pooling, training.max_steps) == ("mean", 2000)
     assert training.get_warmup_steps(2000) == 100, "a small part of the run, not all of it"
     qrels = {source.path for source in sources.values() if source.qrels}
     assert qrels == {"mteb/fever", "mteb/msmarco"}
@@ -262,7 +271,7 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}
     for name, row in SHAPES.items():
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
-        data = load_source(PairSource.from_dict({**sources[name], "path": path}))
+        data = load_source(PairSource.from_entry({**sources[name], "path": path}))
         count = len([column for column in data.column_names if column.startswith("negative_")])
         assert data[0] == {
             "anchor": "A",
@@ -300,6 +309,13 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
     assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}
 
 
+def mixture_of(argv):
+    """Return the mixture, the options and the trainer's arguments of a command line."""
+    options, training = parse(argv)
+    sources = read_sources(options.data, options.instructions)
+    return build_mixture(options, training, sources), options, training
+
+
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
     """The library's trainer gives every row the name of its data set then, a text that all rows
     share: it must not count, or a batch would be of one row."""
@@ -310,13 +326,15 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     recipe = tmp_path / "recipe.yaml"
     values = {"datasets": entries, "instruction_template": "I: {instruction} Q: "}
     recipe.write_text(yaml.safe_dump(values))
-    arguments, training = parse([str(recipe), *arguments_for(model_folder, tmp_path / "out")])
-    sources = contrastive.check(arguments, training)
-    data, prompts = build_datasets(arguments, training, sources)
-    assert data["animals"].column_names == ["anchor", "positive", "negative_1"]
+    mixture, options, training = mixture_of(
+        [str(recipe), *arguments_for(model_folder, tmp_path / "out")]
+    )
+    animals = mixture.parts["animals"]
+    assert animals.data.column_names == ["anchor", "positive", "negative_1"]
     model = load_sentence_transformer(str(model_folder), max_length=32)
     seen = set()
-    for batch in build_trainer(model, data, prompts, arguments, training).get_train_dataloader():
+    trainer = build_trainer(model, mixture, options.loss, training)
+    for batch in trainer.get_train_dataloader():
         name = batch["dataset_name"]
         asks = {"animals": "i : find the animal. q :", "things": "i : find the colour. q :"}[name]
         anchor, positive = (
@@ -335,13 +353,12 @@ def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
     path.write_text(yaml.safe_dump(texts))
     options = ["--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path)]
     argv = arguments_for(model_folder, tmp_path / "out", *options)
-    arguments, training = parse(argv)
-    _, prompts = build_datasets(arguments, training, contrastive.check(arguments, training))
+    prompts = mixture_of(argv)[0].prompts
     assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
     path.write_text(yaml.safe_dump({"triplets": "x"}))
-    words = "has no instruction for pairs; give every data set one, '' for none"
-    with pytest.raises(UserError, match=words):
-        contrastive.check(*parse(argv))
+    message = "has no instruction for pairs. Add one for every dataset, '' for none."
+    with pytest.raises(UserError, match=message):
+        mixture_of(argv)
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path):
@@ -353,3 +370,40 @@ def test_a_file_that_changed_is_read_anew(tmp_path):
     assert load_source(source)[3] == {"anchor": "question, 3", "positive": "answer 3"}
     path.write_text(path.read_text().replace("question, 3", "question, 99"))
     assert load_source(source)[3]["anchor"] == "question, 99"
+
+
+@pytest.mark.parametrize(
+    "count, percent, expected",
+    [(199, 5, 0), (200, 5, 20), (200, 0, 0), (1000, 5, 50), (1000, 20, 200), (20_000, 5, 500)],
+)
+def test_the_number_of_validation_questions(count, percent, expected):
+    questions = [f"question {i}" for i in range(count)]
+    chosen = choose_validation_questions(questions * 2, percent)
+    assert len(chosen) == expected and chosen <= set(questions)
+    # The order of the file does not matter.
+    assert choose_validation_questions(questions[::-1], percent) == chosen
+
+
+def test_validation_questions_are_held_out_from_all_datasets(model_folder, tmp_path):
+    for name, other in (("first", "x"), ("second", "y")):
+        rows = [
+            {"anchor": f"{'both' if i < 40 else other} {i}", "positive": f"{name} {i}"}
+            for i in range(150)
+        ]
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", *files)
+
+    mixture = mixture_of(argv)[0]
+    anchors = {text for part in mixture.parts.values() for text in part.data["anchor"]}
+    validation = mixture.validation
+    # 260 different questions: 5 % are 13, and at least 20 are held out.
+    assert len(validation.relevant) == 20 and len(anchors) == 240
+    assert not anchors & validation.relevant.keys()
+    shared = [text for text in validation.relevant if text.startswith("both")]
+    assert shared and all(len(validation.relevant[text]) == 2 for text in shared)
+    assert set(validation.texts) == set().union(*validation.relevant.values())
+
+    whole = mixture_of([*argv, "--validation-percent", "0"])[0]
+    assert whole.validation is None
+    assert [len(part.data) for part in whole.parts.values()] == [150, 150]

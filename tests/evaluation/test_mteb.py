@@ -5,7 +5,6 @@ computed twice and not reused for other weights; and the local tasks."""
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +40,7 @@ from neobert.evaluation.mteb import (
     read_instructions,
 )
 from neobert.evaluation.mteb_tables import averages, write_tables
-from neobert.evaluation.options import BENCHMARKS, MtebArguments
+from neobert.evaluation.options import BENCHMARKS, OPTIONS
 
 
 WORDS = "red green blue black cat dog bird fish runs sleeps eats swims".split()
@@ -127,6 +126,14 @@ class TinyAggregate(AbsTaskAggregate):
 TASKS = (TinyRetrieval, TinySTS, BrokenRetrieval, TinyAggregate)
 
 
+def mteb_options(model, **more):
+    """Return the options of `neobert mteb` for a model."""
+    argv = ["--model", model, "--output", "o"]
+    for name, value in more.items():
+        argv += [f"--{name}", value]
+    return OPTIONS["mteb"].read(argv)
+
+
 def run(model_folder, output, *tasks, name="tiny", **options):
     """The result of `neobert mteb` on some of `TASKS`."""
     argv = ["--model", model_folder, "--output", str(output), "--name", name, "--tasks", *tasks]
@@ -156,7 +163,7 @@ def test_the_tasks_of_a_benchmark(name):
 
 
 def test_the_default_is_todays_benchmark():
-    assert MtebArguments(model="m", output="o").tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
+    assert mteb_options("m").evaluation.tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
 
 
 def result_of(task, score):
@@ -253,7 +260,7 @@ def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
     assert both["environment"]["versions"]["mteb"]
     assert "| **mean over 2 tasks** |" in (out / "table.md").read_text()
     other = small_model(tmp_path / "other", tokenizer_dir, seed=2)
-    with pytest.raises(UserError, match="tiny.json holds the scores of other .* another --name"):
+    with pytest.raises(UserError, match="tiny.json contains the scores of other .* another --name"):
         run(other, out, "TinySTS")
     monkeypatch.setattr(PackedModel, "encode", None)  # what is finished is not encoded again
     assert run(model_folder, out, "TinySTS", "TinyRetrieval")["scores"] == both["scores"]
@@ -302,10 +309,10 @@ def test_instructions_are_on_the_side_of_the_query(encoder):
 def test_results_of_other_weights_or_settings_are_not_reused(
     model_folder, encoder, tokenizer_dir, tmp_path
 ):
-    given = MtebArguments(model=model_folder, output="o")
-    copy = replace(given, model=small_model(tmp_path / "copy", tokenizer_dir, seed=1))
-    assert fingerprint(encoder, copy, {}) == fingerprint(encoder, given, {})
-    prints = {fingerprint(encoder, given, {}), fingerprint(encoder, given, None)}
+    options = mteb_options(model_folder)
+    copy = mteb_options(small_model(tmp_path / "copy", tokenizer_dir, seed=1))
+    assert fingerprint(encoder, copy, {}) == fingerprint(encoder, options, {})
+    prints = {fingerprint(encoder, options, {}), fingerprint(encoder, options, None)}
     changed = Path(shutil.copytree(model_folder, tmp_path / "changed"))
     config = json.loads((changed / "tokenizer_config.json").read_text()) | {"model_max_length": 77}
     (changed / "tokenizer_config.json").write_text(json.dumps(config))
@@ -316,12 +323,13 @@ def test_results_of_other_weights_or_settings_are_not_reused(
         {"tokenizer": str(tokenizer_dir)},
         {"instruction_template": "{instruction} "},
     ):
-        prints.add(fingerprint(encoder, replace(given, **more), {}))
+        changed_options = mteb_options(**{"model": model_folder, **more})
+        prints.add(fingerprint(encoder, changed_options, {}))
     for more in ({"max_length": 16}, {"dtype": "bfloat16"}):
         other = PackedEncoder(model_folder, device="cpu", **{"dtype": "float32", **more})
-        prints.add(fingerprint(other, given, {}))
+        prints.add(fingerprint(other, options, {}))
     other.prompts = {"query": "find: "}
-    prints.add(fingerprint(other, given, {}))
+    prints.add(fingerprint(other, options, {}))
     assert len(prints) == 10, "two settings that change the vectors share MTEB's result cache"
 
 
@@ -361,7 +369,7 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
             read_instructions(choice, sts)
     for more, message in (
         (["--tasks", "Nope"], "no task or benchmark 'Nope'"),
-        (["--tasks", "STS12", "--name", "a/b"], "name may hold"),
+        (["--tasks", "STS12", "--name", "a/b"], "`name` must consist of letters"),
         (["--tasks", "STS12", "--model", str(tmp_path)], "there is no model in"),
     ):
         with pytest.raises(UserError, match=message):
