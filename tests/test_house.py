@@ -147,8 +147,9 @@ def test_what_a_file_imports_is_there(place):
             assert not missing, f"{place} imports {', '.join(missing)}, which {other} does not have"
 
 
-# The package is allowed this many statements, without docstrings.
-MAX_STATEMENTS = 9300
+# The package is allowed this many statements, without docstrings. Typed option groups and one
+# assignment per statement cost about 900 of them.
+MAX_STATEMENTS = 10400
 
 
 def statements(path):

@@ -134,13 +134,11 @@ def test_every_file_and_option_in_the_text_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_opens_with_its_use_and_a_command_with_its_output(page):
+def test_the_page_opens_with_its_use_and_a_command(page):
     parts = PAGES[page].split("```")
     heading, what = parts[0].strip().split("\n", 1)
     assert heading.startswith("# ") and len(what.strip()) > 60, "what is the page for?"
-    assert parts[1].startswith("bash\n") and parts[3].startswith("\n") and parts[3].strip(), (
-        "a command and then its output"
-    )
+    assert parts[1].startswith("bash\n"), "The page must open with a command."
     assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, (
         "the command comes late"
     )

@@ -1,14 +1,14 @@
-"""Which model a result belongs to, so that a resumed evaluation never mixes two models of one
-name."""
+"""Fingerprints of models, so that a resumed evaluation never mixes two models of one name."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from .loading import check_model
 
 
-# What makes the numbers of a model: weights, configuration, tokenizer. A sentence encoder keeps
-# those of its other modules one folder down.
+# Files that determine the outputs of a model: weights, configuration, tokenizer. Those of the other
+# modules of a sentence encoder are one directory below.
 _FILES = (
     "*.safetensors",
     "pytorch_model*.bin",
@@ -29,16 +29,18 @@ _FILES = (
 )
 
 
-def model_digest(model):
-    """Twelve hex digits that change when the weights, the configuration or the tokenizer do.
+def model_digest(model: str | Path) -> str:
+    """Return twelve hex digits that identify the weights, the configuration and the tokenizer.
 
     Args:
-        model: folder with a model, or its name on the Hub.
+        model: Directory of a model, or its name on the Hub.
+
     Returns:
-        of a folder: SHA-256 over these files; of a Hub name: the commit in the local cache;
-        "unknown" if neither is there.
+        SHA-256 over the files of a directory, or the commit of a Hub model in the local cache, or
+        "unknown" if the cache does not contain it.
+
     Raises:
-        UserError: there is no model in the folder.
+        UserError: If the directory contains no model.
     """
     check_model(model)
     folder = Path(model)
@@ -51,20 +53,19 @@ def model_digest(model):
     return files_digest({path for pattern in _FILES for path in folder.glob(pattern)})
 
 
-def known_by(model):
-    """What a run knows a model by: a folder by its digest, wherever it lies; a model of the Hub by
-    its name and commit."""
+def known_by(model: str | Path) -> str:
+    """Return the fingerprint of a model: the digest of a folder, or Hub name and commit."""
     digest = model_digest(model)
     return digest if Path(model).is_dir() else f"{model}@{digest}"
 
 
-def files_digest(paths):
-    """Twelve hex digits of the SHA-256 over the content of files, in the order of their names."""
+def files_digest(paths: Iterable[Path]) -> str:
+    """Return twelve hex digits of the SHA-256 over files, in the order of their names."""
     return sha256(*sorted(paths))[:12]
 
 
-def sha256(*paths):
-    """SHA-256 over the content of files, 64 hex digits."""
+def sha256(*paths: str | Path) -> str:
+    """Return the SHA-256 over the content of files, 64 hex digits."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:

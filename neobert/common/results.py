@@ -150,7 +150,9 @@ def _command():
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif program.endswith(".py"):
         path = Path(sys.argv[0]).resolve()
-        program = f"python {path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE.parent) else program}"
+        if path.is_relative_to(PACKAGE.parent):
+            program = str(path.relative_to(PACKAGE.parent))
+        program = f"python {program}"
     arguments = map(shown, redacted_arguments(sys.argv[1:]))
     return " ".join([program, *map(shlex.quote, arguments)])
 

@@ -1,8 +1,8 @@
-"""Texts that are longer than a vector should stand for: several vectors a text, each of a window of
-it."""
+"""Windows of long texts, each with an embedding of its own."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -10,21 +10,26 @@ from ..common.errors import UserError
 from .spans import spans
 
 
-_WINDOW = 256  # tokens of a window, where nobody says so
-_CHARACTERS = 1_000_000  # tokenized at a time
+if TYPE_CHECKING:
+    from .packed_encoder import PackedEncoder
+
+
+# Default window size in tokens, and maximum number of characters that are tokenized at once.
+_WINDOW = 256
+_CHARACTERS = 1_000_000
 
 
 class Windows(NamedTuple):
-    """N windows of texts, and what the model reads for them.
+    """N windows of texts as input of the model.
 
     Attributes:
-        tokens: list of N int32 arrays, the sequences of the model.
-        rows: (N,) number of the text of each window.
-        starts, ends: (N,) its first character in the text, and the one after its last; None where
-            each text is one sequence.
+        tokens: N int32 arrays, the sequences of the model.
+        rows: (N,) index of the text of each window.
+        starts: (N,) first character of each window; None if each text is one sequence.
+        ends: (N,) character after the last one of each window; None if each text is one sequence.
     """
 
-    tokens: list
+    tokens: list[np.ndarray]
     rows: np.ndarray
     starts: np.ndarray | None = None
     ends: np.ndarray | None = None
@@ -32,56 +37,73 @@ class Windows(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """How texts are divided.
+    """Size and overlap of windows.
 
     Attributes:
-        window: most tokens of the text in a window, without the prompt and [CLS] and [SEP].
-        overlap: most tokens that neighbours share.
+        window: Maximum number of tokens of the text, without the prompt, [CLS] and [SEP].
+        overlap: Maximum number of tokens that neighboring windows share.
     """
 
     window: int
     overlap: int
 
     @classmethod
-    def for_encoder(cls, encoder, prompt, window=None, overlap=None):
-        """Checked for an encoder: by default windows of 256 tokens, or as many as it reads if that
-        is less, of which neighbours share at most an eighth.
+    def for_encoder(
+        cls,
+        encoder: "PackedEncoder",
+        prompt: str,
+        window: int | None = None,
+        overlap: int | None = None,
+    ) -> "WindowSettings":
+        """Return the settings for an encoder.
+
+        Args:
+            encoder: Encoder.
+            prompt: Text before each window.
+            window: Window size; by default 256, or the limit of the model if it is lower.
+            overlap: Overlap; by default one eighth of the window.
 
         Raises:
-            UserError: the model cannot do it, or does not read so many tokens.
+            UserError: If the model cannot encode such windows.
         """
         if not encoder.sentence_transformer.tokenizer.is_fast:
             raise UserError(
-                "windows need a tokenizer that tells the place of each token (a tokenizer.json), "
-                "but the model's does not"
+                "windows require a tokenizer with character offsets (a tokenizer.json), got a "
+                "tokenizer written in Python."
             )
         if encoder.max_length is None:
-            raise UserError("the model names no limit of tokens; give max_length")
+            raise UserError("the model has no maximum length. Set it with `--max-length`.")
         before, _, after = next(_parts(encoder, prompt, [""]))
         room = encoder.max_length - len(before) - len(after)
         if (window or 1) > room:
             raise UserError(
-                f"window must be at most the {max(0, room)} tokens that the model's "
-                f"{encoder.max_length} leave beside the prompt and special tokens, but "
-                f"{window or 1} was given"
+                f"`window` must be at most {max(0, room)}, the model's {encoder.max_length} tokens "
+                f"without the prompt and the special tokens, got {window or 1}."
             )
         window = window or min(_WINDOW, room)
         overlap = window // 8 if overlap is None else overlap
         if overlap >= window:
-            raise UserError(f"overlap must be below window, {window}, but {overlap} was given")
+            raise UserError(f"`overlap` must be less than `window`, {window}, got {overlap}.")
         return cls(window, overlap)
 
 
-def tokenize_windows(encoder, texts, prompt, settings, lengths=None):
-    """The `Windows` of texts. No token of a text is left out. A window has the prompt and the
-    special tokens of a text of its own.
+def tokenize_windows(
+    encoder: "PackedEncoder",
+    texts: Sequence[str],
+    prompt: str,
+    settings: WindowSettings,
+    lengths: list[int] | None = None,
+) -> Windows:
+    """Return the windows of texts, which contain every token.
+
+    Each window has the prompt and the special tokens, like a text of its own.
 
     Args:
-        encoder: `PackedEncoder`.
-        texts: list of texts.
-        prompt: text before each window.
-        settings: `WindowSettings`.
-        lengths: a list that gets the number of tokens of each text with its prompt.
+        encoder: Encoder.
+        texts: Texts.
+        prompt: Text before each window.
+        settings: Size and overlap of the windows.
+        lengths: List to which the length of each text with its prompt is appended.
     """
     tokens, rows, places = [], [], []
     for start, batch in _batches(texts):
@@ -99,8 +121,8 @@ def tokenize_windows(encoder, texts, prompt, settings, lengths=None):
     return Windows(tokens, np.array(rows, dtype=np.int64), starts, ends)
 
 
-def _batches(texts):
-    """(number of the first, texts) of neighbours that are tokenized together."""
+def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
+    """Yield (index of the first text, texts) of groups that are tokenized together."""
     start, size = 0, 0
     for number, text in enumerate(texts):
         if number > start and size + len(text) > _CHARACTERS:
@@ -111,10 +133,15 @@ def _batches(texts):
         yield start, texts[start:]
 
 
-def _parts(encoder, prompt, texts):
-    """Of each text: tokens before it (special ones and the prompt's), (its own, their places in
-    it), tokens after it."""
-    stripped = [(prompt + text).strip() for text in texts]  # as `PackedEncoder.tokenize`
+def _parts(
+    encoder: "PackedEncoder", prompt: str, texts: Sequence[str]
+) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
+    """Yield the tokens before each text, (tokens of the text, their offsets), and those after it.
+
+    The tokens before a text are special tokens and those of the prompt.
+    """
+    # Texts are stripped as in `PackedEncoder.tokenize`.
+    stripped = [(prompt + text).strip() for text in texts]
     found = encoder.sentence_transformer.tokenizer(
         stripped,
         truncation=False,
@@ -128,7 +155,7 @@ def _parts(encoder, prompt, texts):
     ):
         ids, offsets = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64)
         offsets = offsets.reshape(-1, 2)
-        # What the template adds is at the ends; a "[SEP]" that somebody wrote is text.
+        # Tokens of the template are at the ends; a "[SEP]" in the text is text.
         own = np.flatnonzero(offsets[:, 0] < offsets[:, 1])
         first = own[0] if len(own) else np.argmin(np.append(special, 0))
         stop = own[-1] + 1 if len(own) else first

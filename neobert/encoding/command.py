@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from tqdm.auto import tqdm
@@ -55,7 +55,8 @@ _OTHER_FORMATS = (
 SUMMARY_KEY = "neobert_input"
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """Shard of the parts that this process encodes.
 
     Attributes:

@@ -70,11 +70,10 @@ class CorpusEncoder:
         is_shortened = bool(dimension and encoder.normalizes)
         self.normalize = options.embeddings.normalize or is_shortened
 
-        self.prompt = options.model.prompt
-        if self.prompt is None:
-            self.prompt = encoder.prompt(options.model.prompt_name)
+        prompt = options.model.prompt
+        self.prompt = encoder.prompt(options.model.prompt_name) if prompt is None else prompt
 
-        self.windows = None
+        self.windows: WindowSettings | None = None
         if options.long_texts.long_texts == "windows":
             self.windows = WindowSettings.for_encoder(
                 encoder, self.prompt, options.long_texts.window, options.long_texts.overlap

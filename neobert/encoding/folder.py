@@ -206,7 +206,9 @@ class Folder:
             if match and match[1] in stems:
                 keys.append((stems[match[1]], int(match[2])))
         with ThreadPoolExecutor(16) as pool:
-            return dict(zip(keys, pool.map(lambda key: self._read_part(*key, settings), keys)))
+            return dict(
+                zip(keys, pool.map(lambda key: self._read_part(key[0], key[1], settings), keys))
+            )
 
     def _read_part(self, file: File, number: int, settings: Mapping[str, Any]) -> Part:
         path = self.path_of(part_name(file, number))

@@ -168,7 +168,9 @@ def _embed(
     try:
         from sentence_transformers.util.quantization import quantize_embeddings
     except ImportError:  # Versions before 5.2 have the function elsewhere.
-        from sentence_transformers.quantization import quantize_embeddings
+        from sentence_transformers.quantization import (  # type: ignore[no-redef]
+            quantize_embeddings,
+        )
 
     # Batches contain embeddings, and the progress is that of the texts, which may have several.
     embedding_count = 0
@@ -190,7 +192,8 @@ def _embed(
     if manifest.output_dtype == "float16":
         return embeddings.astype(np.float16)
     ranges = np.array(manifest.ranges, np.float32) if manifest.ranges else None
-    return quantize_embeddings(embeddings, manifest.output_dtype, ranges)
+    precision: Any = manifest.output_dtype
+    return np.asarray(quantize_embeddings(embeddings, precision, ranges))
 
 
 def _table(

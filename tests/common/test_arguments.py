@@ -158,12 +158,12 @@ def test_a_recipe_by_config(tmp_path):
     [
         ("glue", "--lr", "Did you mean --learning-rate?"),
         ("glue", "--batch_siz", "Did you mean --batch-size?"),
-        ("contrastive", "--epochs", "did you mean --num-train-epochs?"),
-        ("distill", "--batch-size", "did you mean --per-device-train-batch-size?"),
-        ("distill", "--resume", "'--resume'. Run the same command again to resume."),
-        ("contrastive", "--train-file", "did you mean --pairs?"),
+        ("contrastive", "--epochs", "Did you mean --num-train-epochs?"),
+        ("distill", "--batch-size", "Did you mean --per-device-train-batch-size?"),
+        ("distill", "--resume", "Run the same command again to resume an interrupted run."),
+        ("contrastive", "--train-file", "Did you mean --pairs?"),
         ("pretrain", "--validation-file", "did you mean --heldout?"),
-        ("encode", "--output_dir", "did you mean --output?"),
+        ("encode", "--output_dir", "Did you mean --output?"),
     ],
 )
 def test_the_usual_name_of_an_option_leads_to_the_one_here(command, argument, words, capsys):
@@ -280,10 +280,8 @@ def test_a_typing_error_is_named_as_such_by_every_command(command, capsys, tmp_p
     monkeypatch.chdir(tmp_path)
     assert cli.main([*WORDS[command], "--outptu", "x"]) == 2
     error = capsys.readouterr().err
-    assert re.fullmatch(
-        rf"neobert {command}: unknown (argument|option) '--outptu'[.;] [Dd]id you mean --output\?\n",
-        error,
-    ), error
+    expected = r"unknown (argument|option) '--outptu'[.;] [Dd]id you mean --output\?\n"
+    assert re.fullmatch(f"neobert {command}: {expected}", error), error
     assert not list(tmp_path.iterdir())
 
 

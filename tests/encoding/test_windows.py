@@ -176,9 +176,9 @@ def test_options_that_do_not_go_together():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"window": 63}, "at most the 62 tokens that the model's 64 leave beside the prompt"),
-        ({"window": 8, "overlap": 8}, "overlap must be below window, 8, but 8 was given"),
-        ({"prompt": "cat " * 70}, "at most the 0 tokens that the model's 64 leave"),
+        ({"window": 63}, "`window` must be at most 62, the model's 64 tokens without the prompt"),
+        ({"window": 8, "overlap": 8}, "`overlap` must be less than `window`, 8, got 8."),
+        ({"prompt": "cat " * 70}, "`window` must be at most 0, the model's 64 tokens"),
         ({"keep": ["start"]}, "`keep` must not contain the output's own columns .*, got start."),
     ],
 )

@@ -1,5 +1,7 @@
-"""`neobert/conversion/fresh_model.py` in a fork of a process that has imported the libraries, but not this
-package: 0.1 seconds in place of 8."""
+"""Run `neobert/conversion/fresh_model.py` in a fork of a process that has imported the libraries.
+
+The fork takes 0.1 seconds instead of 8. The process has not imported this package.
+"""
 
 import multiprocessing
 import runpy
