@@ -22,43 +22,46 @@ from .test_readme import README, ROOT, table
 
 
 pytestmark = pytest.mark.slow
-ROWS = {task: cell for task, _, cell in table("Find your task")}
+ROWS = {task: cell for task, _, cell in table("Tasks")}
 # Options that make a row's commands small, one entry a command, and what its last command prints or
 # leaves.
 SMALL = {
-    "classify the rows of a CSV": ([["--epochs=1"]], "logistic regression on the vectors had"),
-    "find names in text": ([["--epochs=1"]], "entity F1"),
-    "vectors of my texts": ([[]] * 3, "vectors-2.parquet"),
-    "search in them": ([[], []], "found in"),
-    "an encoder for my pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
-    "a smaller encoder, without labels": ([["--max-steps=2"]], "runs/student/modules.json"),
-    "adapt to my domain or language": (
+    "classify the rows of a CSV file": ([["--epochs=1"]], "accuracy"),
+    "find names in text": ([["--epochs=1"]], "F1"),
+    "embed a corpus": ([[]] * 3, "embeddings-2.parquet"),
+    "search in a corpus": ([[], []], "found in"),
+    "train an encoder on pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
+    "distill a smaller encoder, without labels": (
+        [["--max-steps=2"]],
+        "runs/student/modules.json",
+    ),
+    "adapt to a domain or language": (
         [
-            [],
             "--max-steps=3 --tokens-per-step=512 --tokens-per-batch=512 --max-length=64".split()
             + "--bf16=false --eval-steps=2 --save-steps=1 --dataloader-num-workers=0".split(),
         ],
-        "runs/adapt_domain/model.safetensors",
+        "runs/adapted/model.safetensors",
     ),
+    "train a tokenizer": ([[]], "runs/tokenizer/tokenizer.json"),
     "serve over HTTP": ([[]], "serves"),
-    "ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
+    "export to ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
     "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
-    "GLUE's tasks, on the Hub's data or mine": (
+    "fine-tune on GLUE's tasks or data of that form": (
         ["--seeds=1 --num-train-epochs=1 --max-length=16 --batch-size=8".split()],
         "runs/glue/table.md",
     ),
-    "MTEB or NanoBEIR, from the Hub": ([[]], "results/mteb/table.md"),
-    "quality by length of text": (
+    "run MTEB or NanoBEIR, from the Hub": ([[]], "results/mteb/table.md"),
+    "measure quality by text length": (
         ["--texts=2 --lengths=16 --positions=4".split()],
         "results/pseudo_perplexity/pseudo_perplexity.csv",
     ),
-    "measure speed on my machine": (
+    "measure speed on your machine": (
         ["--layers=1 --max-batch=2 --repeats=1 --warmup=1 --threads=1".split()],
         "runs/speed/throughput.md",
     ),
 }
 # Rows that go as far as their data, which tests cannot fetch, and what they say of it.
-FROM_THE_HUB = {"MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
+FROM_THE_HUB = {"run MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
 INFINITY = ROOT / ".cache" / "engines" / "infinity" / "bin" / "infinity_emb"
 
 
@@ -104,7 +107,7 @@ def installed_by(extra):
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Variables of processes that cannot import what '.[all]' does not bring."""
-    extra = re.search(r"In a clone, after `pip install '\.\[(\w+)\]'`", README)[1]
+    extra = re.search(r"in a clone with `pip install -e '\.\[(\w+)\]'`", README)[1]
     brought = installed_by(extra)
     hidden = [
         module
@@ -144,10 +147,10 @@ def clone(bundled, tmp_path):
         "texts": [{"id": i, "text": text} for i, text in enumerate(texts)],
         "pairs": [{"anchor": text, "positive": word} for word, text in zip(words, texts)],
     }
-    for i, name in enumerate(
-        ("domain/train", "domain/heldout", "general/train", "general/heldout")
-    ):
-        rows[f"data/{name}"] = rows["texts"][150 * i : 150 * (i + 1)]
+    rows["mine"] = rows["texts"][:450]
+    rows["validation"] = rows["texts"][450:]
+    rows["test"] = rows["pairs"][500:]
+    rows["pairs"] = rows["pairs"][:500]
     reviews = [{"sentence": text, "label": i % 2} for i, text in enumerate(texts[:40])]
     rows |= {f"my_folder/sst2/{split}": reviews for split in ("train", "validation")}
     for name, table_ in rows.items():

@@ -83,5 +83,5 @@ def test_the_complete_model_is_not_compiled(corpus, tmp_path, capsys, option, va
 
     assert main(["pretrain", *arguments_of(corpus, tmp_path / "out", **{option: value})]) == 2
     message = capsys.readouterr().err
-    assert f"{option} compiles the complete model" in message and "give --compile" in message
+    assert f"`{option}` compiles the complete model" in message and "Pass --compile" in message
     assert not (tmp_path / "out").exists()

@@ -250,7 +250,7 @@ def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch
         accumulation(1, tokens_per_batch=512, texts_per_step=32)
     monkeypatch.delenv("WORLD_SIZE")
     short = {"max_steps": 2, "warmup_steps": 0}
-    with pytest.raises(UserError, match="gradient_accumulation_steps is set to 2"):
+    with pytest.raises(UserError, match="`gradient_accumulation_steps` is set to 2"):
         other = {"tokens_per_step": 512, "gradient_accumulation_steps": 3}
         run_of(arguments_of(corpus, tmp_path / "out", **other))
     run_of(arguments_of(corpus, tmp_path / "step", tokens_per_step=512, **short))
