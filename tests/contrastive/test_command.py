@@ -126,6 +126,7 @@ class _Interrupt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.xfail(reason="transformers 5.24 asks for PEFT 0.22, which is not released")
 @pytest.mark.slow
 def test_adapters_go_on_after_interruptions_and_are_merged(
     model_folder, triplets, tmp_path, monkeypatch
