@@ -10,7 +10,7 @@ from ..common.errors import UserError, listed
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template, read_instructions
-from ..embeddings.options import EncoderGroup
+from ..embeddings.options import EncoderOptions
 from ..training.lora import LoraGroup
 
 
@@ -111,7 +111,7 @@ class LossOptions(OptionGroup):
 
 
 @dataclass(frozen=True)
-class ContrastiveEncoderOptions(EncoderGroup):
+class ContrastiveEncoderOptions(EncoderOptions):
     """Loading of the model to start from."""
 
     max_length: Annotated[int, Meta(ge=3, le=2**31 - 1)] | None = option(

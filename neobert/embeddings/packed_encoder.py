@@ -177,19 +177,6 @@ class PackedEncoder:
             embed = self._embed_packed if self.packs else self._embed_padded
             self.width = embed(self.tokenize(["A short text."])).shape[1]
 
-    @classmethod
-    def from_arguments(
-        cls, arguments: Any, device: str | torch.device, dtype: str | None = None
-    ) -> "PackedEncoder":
-        """Return the encoder that the flat options of a command describe."""
-        return cls(
-            arguments.model,
-            dtype or arguments.dtype,
-            device,
-            arguments.tokens_per_batch,
-            **arguments.loading(),
-        )
-
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
@@ -320,7 +307,7 @@ class PackedEncoder:
         if self.pooling == "cls":
             pooled = hidden[0, bounds[:-1].long()]
         else:
-            pooled = Packing(bounds, None).means(hidden)
+            pooled = Packing(bounds, max(map(len, batch))).means(hidden)
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)

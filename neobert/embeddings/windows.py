@@ -105,7 +105,11 @@ def tokenize_windows(
         settings: Size and overlap of the windows.
         lengths: List to which the length of each text with its prompt is appended.
     """
-    tokens, rows, places = [], [], []
+    # `WindowSettings.for_encoder` refuses encoders without a maximum length.
+    assert encoder.max_length is not None
+    tokens: list[np.ndarray] = []
+    rows: list[int] = []
+    places: list[tuple[int, int]] = []
     for start, batch in _batches(texts):
         for row, (text, parts) in enumerate(zip(batch, _parts(encoder, prompt, batch)), start):
             before, (ids, offsets), after = parts

@@ -8,7 +8,7 @@ from msgspec import Meta
 from ..common.constants import DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
-from ..embeddings.options import BATCH_TOKENS_HELP, EncoderGroup
+from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class EncodeOptions:
 
     corpus: CorpusOptions
     model: ModelOptions
-    encoder: EncoderGroup = EncoderGroup()
+    encoder: EncoderOptions = EncoderOptions()
     long_texts: LongTextOptions = LongTextOptions()
     embeddings: EmbeddingOptions = EmbeddingOptions()
     inference: InferenceOptions = InferenceOptions()

@@ -11,7 +11,7 @@ from ..common.constants import DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template
-from ..embeddings.options import BATCH_TOKENS_HELP, EncoderGroup
+from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"
@@ -43,7 +43,7 @@ class RetrievalOptions:
     """Options of `neobert retrieval`."""
 
     data: RetrievalDataOptions
-    encoder: EncoderGroup = EncoderGroup()
+    encoder: EncoderOptions = EncoderOptions()
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class MtebOptions:
 
     evaluation: TaskOptions
     instructions: TaskInstructionOptions = TaskInstructionOptions()
-    encoder: EncoderGroup = EncoderGroup()
+    encoder: EncoderOptions = EncoderOptions()
     inference: InferenceOptions = InferenceOptions()
 
 
