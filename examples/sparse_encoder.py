@@ -47,6 +47,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def measure(model: SparseEncoder, questions: list[str], answers: list[str]) -> dict[str, float]:
+    """Return recall@1 of the questions, and the mean number of terms of an answer."""
+    query_embeddings = model.encode_query(questions)
+    document_embeddings = model.encode_document(answers)
+    nearest = model.similarity(query_embeddings, document_embeddings).argmax(dim=1).tolist()
+    matches = [answers[index] == answer for index, answer in zip(nearest, answers)]
+    return {
+        "recall": sum(matches) / len(matches),
+        "terms": float(model.sparsity(document_embeddings)["active_dims"]),
+    }
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     check_new(args.output)
@@ -58,16 +70,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     set_seed(0)
     head = Transformer(
-        args.model,
-        transformer_task="fill-mask",
-        model_kwargs={"dtype": torch.float32},
+        args.model, transformer_task="fill-mask", model_kwargs={"dtype": torch.float32}
     )
     model = SparseEncoder(modules=[head, SpladePooling(pooling_strategy="max")])
     ranking = SparseMultipleNegativesRankingLoss(model)
+    before = measure(model, questions, answers)
 
-    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models. Above 3e-4 the
+    # sparsity loss leaves too few terms before the ranking is learned.
     hidden_size = head.auto_model.config.hidden_size
-    learning_rate = args.learning_rate or default_learning_rate(hidden_size)
+    learning_rate = args.learning_rate or min(3e-4, default_learning_rate(hidden_size))
     print(f"learning rate: {learning_rate:.1e} (hidden size {hidden_size})")
 
     trainer = SparseEncoderTrainer(
@@ -78,6 +90,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             learning_rate=learning_rate,
             warmup_steps=0.1,  # a fraction of the steps
             per_device_train_batch_size=args.batch_size,
+            batch_sampler="no_duplicates",  # a repeated answer would be a false negative
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",
             report_to="none",
@@ -93,18 +106,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.train()
     model.save_pretrained(args.output)
 
-    again = SparseEncoder(args.output)
-    queries, documents = again.encode_query(questions), again.encode_document(answers)
-    found = again.similarity(queries, documents).argmax(dim=1).cpu()
-    metrics = {"recall": float((found == torch.arange(len(answers))).float().mean())}
-    metrics["active"] = float(again.sparsity(documents)["active_dims"])
-    terms = again.decode(queries[0], top_k=5)
+    model = SparseEncoder(args.output)
+    after = measure(model, questions, answers)
     print(
-        f"recall@1 {metrics['recall']:.3f} among {len(answers)} texts of {metrics['active']:.0f} "
-        f"terms each; saved to {args.output}"
+        f"recall@1 of {len(questions):,} questions among {len(answers):,} answers: "
+        f"{before['recall']:.3f} before, {after['recall']:.3f} after"
     )
+    print(f"terms per answer: {before['terms']:.0f} before, {after['terms']:.0f} after")
+    if after["recall"] <= before["recall"]:
+        print("warning: the model has not improved. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+
+    terms = model.decode(model.encode_query(questions[0]), top_k=5)
     print(f"{questions[0]!r}: " + ", ".join(f"{term} {weight:.2f}" for term, weight in terms))
-    return metrics
+    return {"before": before["recall"], "after": after["recall"], "terms": after["terms"]}
 
 
 if __name__ == "__main__":

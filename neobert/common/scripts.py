@@ -1,7 +1,6 @@
 """Functions for scripts that users copy: rows of a file, and errors in one sentence.
 
-if __name__ == "__main__":
-    run_script(main)
+A script ends with `run_script(main)` below `if __name__ == "__main__":`.
 """
 
 import sys

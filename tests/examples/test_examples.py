@@ -1,7 +1,7 @@
-"""Pins the scripts of examples/. The classifiers are under 120 lines and learn a small task from
-scratch well above chance, on data made here. The other ways to use an encoder are under 80 lines,
-run as a user runs them, from a folder with remote code and without this package, on real text;
-padding is never computed in them. A wrong file, folder or option ends in one line.
+"""Test the scripts of examples/.
+
+The defaults learn small tasks, plain pairs are enough, existing outputs are kept, an error is one
+sentence, saved folders load without this package, and no padding is computed.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ from helpers.reference import count_rows
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.errors import UserError
+from neobert.common.scripts import load_rows, run_script
 
 
 datasets = pytest.importorskip("datasets")
@@ -58,16 +59,13 @@ def example(name):
 
 
 def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
-    """Writes data made by `make_row(generator)`, runs the example's main and returns its
-    metrics."""
+    """Write rows of `make_row(generator)`, run `main` of the example and return its metrics."""
     generator = random.Random(0)
     for split, count in (("train", 320), ("test", 64)):
         data.mkdir(exist_ok=True)
         (data / f"{split}.jsonl").write_text(
             "".join(json.dumps(make_row(generator)) + "\n" for _ in range(count))
         )
-    path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 120
     output = tmp_path / "out"
     options = f"--model {model_folder} --data {data} --output {output} --learning-rate 3e-3"
     metrics = example(name).main([*options.split(), "--epochs", epochs])
@@ -85,7 +83,7 @@ def test_text_classification(model_folder, tmp_path):
         }
 
     metrics = run("text_classification", tmp_path / "data", model_folder, tmp_path, row)
-    assert metrics["eval_accuracy"] > 0.9
+    assert metrics["accuracy"] > 0.9 > metrics["baseline"]
     labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
     assert labels == {"0": "other", "1": "person"}
 
@@ -268,25 +266,133 @@ def ends(name, *arguments, code=1):
     return done.stderr.strip().splitlines()[-1]
 
 
+TRAINERS = ["text_classification", "token_classification", "question_answering", "reranker"]
+TRAINERS += ["late_interaction", "matryoshka", "sparse_encoder"]
+PAIR = '{"anchor": "a", "positive": "b"}\n'
+
+
+def write_splits(folder, content):
+    """Write the same train.jsonl and test.jsonl."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_bytes(content)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_messages_of_the_trainers_name_the_file(name, tmp_path):
+    arguments = ["--model", str(ENCODER), "--output", str(tmp_path / "out"), "--data"]
+    for content, sentence in (
+        (b"", "train.jsonl contains no rows."),
+        (b'{"words": "a"}\n', "train.jsonl, row 1: there is no column"),
+        ('{"text": "caf\xe9"}\n'.encode("latin-1"), "train.jsonl cannot be read"),
+    ):
+        folder = tmp_path / f"data{len(content)}"
+        write_splits(folder, content)
+        with pytest.raises(UserError, match=re.escape(sentence)) as refusal:
+            example(name).main([*arguments, str(folder)])
+        assert str(folder) in str(refusal.value)
+    with pytest.raises(UserError, match="missing/train.jsonl"):
+        example(name).main([*arguments, str(tmp_path / "missing")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_refuse_a_missing_model_and_an_existing_output(name, tmp_path):
+    output = tmp_path / "out"
+    for model in ("/nowhere", str(tmp_path)):
+        with pytest.raises(UserError, match=re.escape(model)):
+            example(name).main(["--data", "data", "--model", model, "--output", str(output)])
+    output.mkdir()
+    (output / "mine").write_text("kept")
+    with pytest.raises(UserError, match="rm -r "):
+        example(name).main(["--data", "data", "--output", str(output)])
+    assert [path.name for path in output.iterdir()] == ["mine"]
+
+
+def test_make_pairs_keeps_an_existing_output(tmp_path):
+    (tmp_path / "train.jsonl").write_text("kept")
+    with pytest.raises(UserError, match="rm -r "):
+        example("make_pairs").main(["--output", str(tmp_path)])
+    assert (tmp_path / "train.jsonl").read_text() == "kept"
+
+
+def test_every_row_must_have_an_optional_column_of_the_first(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"anchor": "a", "positive": "b", "negative": "c", "more": 1}\n')
+    rows = load_rows(path, ["anchor", "positive"], optional=["negative"])
+    assert rows == [{"anchor": "a", "positive": "b", "negative": "c"}]
+    path.write_text(path.read_text() + PAIR)
+    with pytest.raises(UserError, match="row 2: there is no column 'negative'"):
+        load_rows(path, ["anchor", "positive"], optional=["negative"])
+    path.write_text('{"text": 1, "label": 2}\n')
+    assert load_rows(path, ["text", "label"], texts=[]) == [{"text": 1, "label": 2}]
+    with pytest.raises(UserError, match="'text' must be text"):
+        load_rows(path, ["text", "label"], texts=["text"])
+
+
+def test_random_negatives_are_wrong_answers(tmp_path):
+    """Every question gets each of its wrong answers about equally often, and the same ones with the
+    same seed."""
+    module = example("reranker")
+    rows = [{"anchor": f"q{i % 3}", "positive": f"a{i}"} for i in range(6)]
+    counts = {}
+    for seed in range(300):
+        for row in module.add_random_negatives(rows, seed):
+            counts.setdefault(row["anchor"], []).append(row["negative"])
+    for number in range(3):
+        negatives = counts[f"q{number}"]
+        wrong = {f"a{i}" for i in range(6) if i % 3 != number}
+        assert set(negatives) == wrong
+        assert min(map(negatives.count, wrong)) > len(negatives) / 4 - 60
+    assert module.add_random_negatives(rows) == module.add_random_negatives(rows)
+    with pytest.raises(UserError, match="must have a wrong answer"):
+        module.add_random_negatives(rows[:1])
+
+
+def test_training_files_are_checked_before_the_model_is_loaded(tmp_path):
+    for name, content, sentence in (
+        ("token_classification", b'{"tokens": ["a"], "tags": []}\n', "must be lists of equal"),
+        (
+            "question_answering",
+            b'{"question": "a", "context": "b c", "answers": {"text": ["c"], "answer_start": [1]}}',
+            "its position in `context`",
+        ),
+        (
+            "question_answering",
+            b'{"question": "a", "context": "b", "answers": {"text": [], "answer_start": []}}',
+            "Remove questions without an answer.",
+        ),
+    ):
+        folder = tmp_path / f"{name}{len(content)}"
+        write_splits(folder, content)
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            example(name).main(["--data", str(folder), "--model", str(ENCODER)])
+
+
+def test_an_error_of_a_script_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["folder/mine.py"])
+
+    def fails():
+        raise UserError("`x` must be 1, got 2.")
+
+    def is_interrupted():
+        raise KeyboardInterrupt
+
+    for main, code, message in (
+        (fails, 2, "mine.py: `x` must be 1, got 2.\n"),
+        (is_interrupted, 130, "mine.py: interrupted\n"),
+        (lambda: {"accuracy": 1.0}, 0, ""),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run_script(main)
+        assert end.value.code == code
+        assert capsys.readouterr().err == message
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name,arguments,sentence",
-    (
-        ("text_classification", ["--data", "empty"], "empty/train.jsonl'"),
-        ("text_classification", ["--data", "columns"], "Column 'label' doesn't exist"),
-        ("reranker", ["--data", "columns"], "there is no column or key 'anchor'"),
-        ("make_pairs", ["--output", "x.csv"], "File exists: 'x.csv'"),
-    ),
-)
-def test_a_mistake_ends_in_one_line(name, arguments, sentence, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = [f"a house {i},good" for i in range(12)] + [f"a tree {i},bad" for i in range(3)]
-    (tmp_path / "x.csv").write_text("\n".join(["text,label", *texts]), encoding="utf-8")
-    for folder, text in (("csv", "text,label\na,b\n"), ("columns", '{"words": "a"}\n')):
-        (tmp_path / folder).mkdir()
-        for split in ("train", "test"):
-            (tmp_path / folder / f"{split}.jsonl").write_text(text)
-    assert sentence in ends(name, *arguments)
+def test_an_example_ends_in_one_line(tmp_path):
+    arguments = ["--data", tmp_path / "missing", "--model", ENCODER, "--output", tmp_path / "out"]
+    assert ends("reranker", *arguments, code=2).startswith("reranker.py: ")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -349,7 +455,7 @@ def test_search(tmp_path):
         ("find", "wyv", "--where", "kind = 'noun'", "No field named kind"),
         ("add", tmp_path / "none.jsonl", "none.jsonl"),
         ("add", ROOT / "README.md", "no file of rows at "),
-        ("add", ROOT / "tests" / "data" / "names" / "test.jsonl", "has no column 'id'"),
+        ("add", ROOT / "tests" / "data" / "names" / "test.jsonl", "there is no column 'id'"),
     ):
         assert sentence in search(store, *arguments, code=2), arguments
 
@@ -364,7 +470,7 @@ def test_token_classification(model_folder, tmp_path):
     metrics = run(
         "token_classification", tmp_path / "data", model_folder, tmp_path, row, epochs="2"
     )
-    assert metrics["eval_accuracy"] > 0.95
+    assert metrics["accuracy"] > 0.95 and metrics["baseline"] == pytest.approx(0.6)
 
 
 @pytest.mark.slow
@@ -381,15 +487,14 @@ def test_question_answering(model_folder, tmp_path):
         }
 
     metrics = run("question_answering", tmp_path / "data", model_folder, tmp_path, row)
-    assert metrics["eval_exact"] > 0.8
+    assert metrics["after"] > 0.8 > metrics["before"]
 
 
 # ------------------------------------------------------------------------------------------------
 # as a user runs them
 
 # Runs the examples in turn and writes {name: what its main returned, and the tokens that went in
-# and that the model computed}. Not with this
-# package: its classes would be taken in place of the folder's own code.
+# and that the model computed}.
 RUNNER = """
 import functools, importlib.util, json, sys
 import torch, transformers
@@ -423,10 +528,22 @@ for path, argv in {runs!r}:
     watched.clear()
     metrics = module.main(argv)
     results[path] = {{"metrics": metrics, "models": [{{**seen, "computed": sum(seen["computed"])}} for seen in watched]}}
-assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the package was imported"
 with open({output!r}, "w") as file:
     json.dump(results, file)
 """  # noqa: E501
+
+
+# Loads saved folders with the code in them, in a process that does not import this package.
+LOADER = """
+import sys
+import sentence_transformers
+
+for name, folder in {folders!r}:
+    model = getattr(sentence_transformers, name)(folder, trust_remote_code=True)
+    module = model.model if name == "CrossEncoder" else model[0].auto_model
+    assert type(module).__module__.startswith("transformers_modules."), type(module)
+assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the package was imported"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -436,12 +553,16 @@ def outcomes(bundled, tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     data = str(folder / "pairs")
     example("make_pairs").main(["--output", data, "--train", "256", "--test", "64"])
-    usual = f"{data} --epochs 2 --learning-rate 3e-4"
+    plain = folder / "plain"
+    plain.mkdir()
+    for split in ("train", "test"):
+        rows = load_rows(f"{data}/{split}.jsonl", ["anchor", "positive"])
+        (plain / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {
-        "reranker": usual,
-        "sparse_encoder": f"{data} --epochs 1 --batch 16 --learning-rate 3e-4 --regularizer 1e-4",
-        "late_interaction": usual,
-        "matryoshka": usual,
+        "reranker": f"{plain} --epochs 2",
+        "sparse_encoder": f"{data} --epochs 1 --batch-size 16 --regularizer 1e-4",
+        "late_interaction": f"{data} --epochs 2",
+        "matryoshka": f"{plain} --epochs 2",
     }
     paths = {name: str(ROOT / "examples" / f"{name}.py") for name in options}
     # The sentence encoder has no masked-LM head.
@@ -469,26 +590,32 @@ def outcomes(bundled, tmp_path_factory):
     }
 
 
-USES = ["reranker", "sparse_encoder", "late_interaction", "matryoshka"]
+USES = {
+    "reranker": "CrossEncoder",
+    "sparse_encoder": "SparseEncoder",
+    "late_interaction": "MultiVectorEncoder",
+    "matryoshka": "SentenceTransformer",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", USES)
-def test_every_use_trains_saves_and_loads_with_remote_code(name, outcomes):
-    outcome = outcomes[name]
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 120
-    assert (
-        "neobert"
-        not in (ROOT / "examples" / f"{name}.py").read_text().split("def main")[0].split('"""')[2]
-    ), "no code of ours around it"
-    trained, loaded = outcome["models"][0], outcome["models"][-1]
-    assert len(outcome["models"]) >= 2 and trained["code"].startswith("transformers_modules.")
-    assert (
-        loaded["code"].startswith("transformers_modules.")
-        and (outcome["folder"] / "modeling_neobert.py").is_file()
+def test_saved_folders_load_with_their_own_code(outcomes, tmp_path):
+    for name in USES:
+        folder = outcomes[name]["folder"]
+        assert (folder / "modeling_neobert.py").is_file()
+        config = json.loads((folder / "config.json").read_text())
+        assert "modeling_neobert" in str(config["auto_map"])
+        assert not list(folder.glob("checkpoint-*"))
+    folders = [(kind, str(outcomes[name]["folder"])) for name, kind in USES.items()]
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER.format(folders=folders)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
-    config = json.loads((outcome["folder"] / "config.json").read_text())
-    assert "modeling_neobert" in str(config["auto_map"]), "the saved model would not find its code"
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
@@ -505,18 +632,20 @@ def test_no_padding_is_computed_in_any_use(name, outcomes):
 
 @pytest.mark.slow
 def test_what_the_uses_learn(outcomes):
-    """256 definitions and a few steps: far above chance, which is 1 in 64 for recall@1 and 0.5 for
-    the reranker."""
-    found = {name: outcome["metrics"] for name, outcome in outcomes.items()}
-    assert found["reranker"]["accuracy"] > 0.6, found
-    assert (
-        found["sparse_encoder"]["recall"] > 2 / 64
-        and 1 < found["sparse_encoder"]["active"] < 10_000
-    ), found
-    assert found["late_interaction"]["recall"] > 10 / 64, found
-    widths = sorted((int(key.removeprefix("recall_")) for key in found["matryoshka"]), reverse=True)
-    assert widths == [widths[0], widths[0] // 4, widths[0] // 16] and widths[0] >= 192, widths
-    assert found["matryoshka"][f"recall_{widths[1]}"] > 10 / 64, found
+    """256 definitions and a few steps with the default learning rate: better than before, and far
+    above chance, which is 1 in 64 for recall@1 and 0.5 for the reranker."""
+    metrics = {name: outcome["metrics"] for name, outcome in outcomes.items()}
+    assert metrics["reranker"]["accuracy"] > max(0.6, metrics["reranker"]["before"]), metrics
+    sparse = metrics["sparse_encoder"]
+    assert sparse["after"] > max(2 / 64, sparse["before"]) and 1 < sparse["terms"] < 10_000
+    late = metrics["late_interaction"]
+    assert late["after"] > 10 / 64, metrics
+    assert list(metrics["matryoshka"]) == ["384", "96", "24"]
+    before, after = metrics["matryoshka"]["24"]
+    assert after > max(10 / 64, before), metrics
+    printed = outcomes["reranker"]["printed"]
+    assert "learning rate: 6.4e-04 (hidden size 384)" in printed
+    assert "pin_memory" not in printed
 
 
 def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
