@@ -42,7 +42,7 @@ from ..evaluation.retrieval import (
     read_questions,
 )
 from ..training.checkpoints import RunTrainer, is_main, spent
-from ..training.lora import lora_config, trainable_parameters
+from ..training.lora import check_adapter_support, lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
 from ..training.run import run_once
@@ -193,6 +193,8 @@ def train(
     """
     sources = read_sources(options.data, options.instructions)
     check_paths(options, sources)
+    if options.lora.lora:
+        check_adapter_support()
     output = Output(options.model.output, "contrastive", run_identity(options, training, sources))
     before: dict[str, float] = {}
     mixture: Mixture

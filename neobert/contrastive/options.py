@@ -11,7 +11,7 @@ from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template, read_instructions
 from ..embeddings.options import EncoderOptions
-from ..training.lora import LoraGroup
+from ..training.lora import LoraOptions
 
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ContrastiveOptions:
     instructions: InstructionOptions = InstructionOptions()
     loss: LossOptions = LossOptions()
     encoder: ContrastiveEncoderOptions = ContrastiveEncoderOptions()
-    lora: LoraGroup = LoraGroup()
+    lora: LoraOptions = LoraOptions()
     card: CardOptions = CardOptions()
     trainer: dict[str, Any] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from ..common.constants import RECIPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, identity, option
-from ..training.lora import LoraGroup
+from ..training.lora import LoraOptions
 from ..training.options import number_options
 from .tasks import HUB_DATA, Task
 
@@ -204,7 +204,7 @@ class OptimizationOptions(OptionGroup):
 
 
 @dataclass(frozen=True)
-class GlueLoraOptions(LoraGroup):
+class GlueLoraOptions(LoraOptions):
     """Low-rank adapters and their hyperparameters."""
 
     lora_learning_rate: Annotated[float, Meta(gt=0)] = option(
@@ -320,7 +320,7 @@ class GlueRun:
     def settings(self) -> dict[str, Any]:
         """Everything that the run's results depend on, except machine and library versions."""
         values = identity(self.options)
-        for name in (f.name for f in fields(LoraGroup)):
+        for name in (f.name for f in fields(LoraOptions)):
             del values[name]
         return {
             **values,

@@ -2,13 +2,13 @@
 trainable, adapter to plain model."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..common import options as nested
-from ..common.arguments import Arguments, option
 from ..common.errors import UserError, require
+from ..common.options import OptionGroup, option
 
 
 # All linear layers of a block: Q, K and V are in one matrix, and so are the SwiGLU's two inputs.
@@ -17,45 +17,21 @@ NEOBERT_TARGETS = ("qkv", "wo", "w12", "w3")
 NEOBERT_GELU_TARGETS = ("qkv", "wo", "ffn.0", "ffn.2")
 
 
-@dataclass(kw_only=True)
-class LoraOptions(Arguments):
-    """Low-rank adapters."""
-
-    lora: bool = option(False, "train low-rank adapters in place of all weights")
-    lora_rank: int = option(16, least=1)
-    lora_alpha: float = option(32.0, above=0)
-    lora_dropout: float = option(0.0, least=0, below=1)
-    lora_targets: str = option(
-        "auto", "module names separated by commas, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT"
-    )
-
-    def lora_settings(self):
-        """The arguments of `lora_config`, or None without adapters."""
-        if not self.lora:
-            return None
-        return {
-            "rank": self.lora_rank,
-            "alpha": self.lora_alpha,
-            "dropout": self.lora_dropout,
-            "targets": self.lora_targets,
-        }
-
-
 @dataclass(frozen=True)
-class LoraGroup(nested.OptionGroup):
+class LoraOptions(OptionGroup):
     """Options of low-rank adapters."""
 
     title = "LoRA"
 
-    lora: bool = nested.option(False, "Train low-rank adapters instead of all weights.")
-    lora_rank: Annotated[int, Meta(ge=1)] = nested.option(16, "Rank of the adapters.")
-    lora_alpha: Annotated[float, Meta(gt=0)] = nested.option(
+    lora: bool = option(False, "Train low-rank adapters instead of all weights.")
+    lora_rank: Annotated[int, Meta(ge=1)] = option(16, "Rank of the adapters.")
+    lora_alpha: Annotated[float, Meta(gt=0)] = option(
         32.0, "Scale of the adapters; their output is multiplied by alpha / rank."
     )
-    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = nested.option(
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = option(
         0.0, "Dropout probability on the input of the adapters."
     )
-    lora_targets: str = nested.option(
+    lora_targets: str = option(
         "auto",
         "Names of the layers to adapt, separated by commas; all-linear; or auto, for NeoBERT "
         "qkv,wo,w12,w3.",
@@ -98,6 +74,28 @@ def head_modules(model, missing_keys=()):
     }
     inside = {key.rpartition(".")[0] for key in missing_keys if key.startswith(f"{backbone}.")}
     return sorted(heads | inside)
+
+
+def check_adapter_support() -> None:
+    """Check that transformers can add and load adapters with the installed version of PEFT.
+
+    sentence-transformers uses that integration; `peft.get_peft_model` does not need it.
+
+    Raises:
+        UserError: If transformers requires a newer version of PEFT.
+    """
+    require("peft", "peft")
+    from transformers.integrations import peft as integration
+    from transformers.utils.peft_utils import check_peft_version
+
+    try:
+        check_peft_version(min_version=integration.MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise UserError(
+            f"`--lora` needs peft>={integration.MIN_PEFT_VERSION} with transformers "
+            f"{version('transformers')}, got {version('peft')}. Upgrade peft, or install "
+            "transformers 5.23."
+        ) from error
 
 
 def lora_config(

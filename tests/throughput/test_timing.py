@@ -1,0 +1,10 @@
+"""Tests of neobert/throughput/timing.py."""
+
+from neobert.throughput.timing import timed
+
+
+def test_the_rate_is_the_mean_of_the_rates_before_and_after_the_call():
+    rates = iter([2.0, 4.0])
+    clock = iter([10.0, 13.5])
+    result = timed(lambda: None, lambda: next(rates), lambda: next(clock))
+    assert result == (3.5, 3.0)
