@@ -1,10 +1,10 @@
-"""`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and
-runs its `main(argv)`."""
+"""Command line of the package: the table of commands, `neobert --help`, and the dispatch."""
 
 import difflib
 import importlib
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .common import __version__
@@ -14,24 +14,25 @@ from .common.errors import Stopped, require
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the table.
+    """Entry of the table of commands.
 
     Attributes:
-        topic: heading of --help that it is under.
-        about: what it does, in a few words.
-        module: whose `main(argv)` runs it. The options module of its room has its --help, and
-            imports neither torch nor transformers.
-        needs: the extra of setup.cfg and the modules that it brings, checked before the command's
-            own imports.
+        topic: Heading in `neobert --help`.
+        about: Short description.
+        module: Module whose `main(argv)` runs the command. The `options` module of the same
+            package provides `--help`, and imports neither torch nor transformers.
+        needs: Extra of setup.cfg and the modules that it installs; checked before the command is
+            imported.
     """
 
     topic: str
     about: str
     module: str
-    needs: tuple = ()
+    needs: tuple[str, ...] = ()
 
     @property
-    def room(self):
+    def room(self) -> str:
+        """Name of the command's package."""
         return self.module.partition(".")[0]
 
 
@@ -39,68 +40,75 @@ _TRAIN = ("train", "accelerate", "datasets")
 _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
     "encode": Command(
-        "use a model",
-        "embeddings of a corpus",
+        "Use a model",
+        "Embed a corpus",
         "encoding.command",
         ("eval", "sentence_transformers", "pyarrow"),
     ),
-    "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
+    "export": Command(
+        "Use a model", "Export a Hub folder to GGUF, ONNX or OpenVINO", "export.command"
+    ),
     "glue": Command(
-        "train and measure",
-        "GLUE fine-tuning and its table",
+        "Train and evaluate",
+        "Fine-tune on GLUE and write its table",
         "finetuning.command",
         ("eval", "accelerate", "datasets", "sklearn", "scipy"),
     ),
     "contrastive": Command(
-        "train and measure",
-        "contrastive fine-tuning to a sentence encoder",
+        "Train and evaluate",
+        "Fine-tune a sentence encoder with contrastive learning",
         "contrastive.command",
         _SENTENCES,
     ),
     "distill": Command(
-        "train and measure",
-        "a small sentence encoder that learns another one's vectors",
+        "Train and evaluate",
+        "Distill a sentence encoder into a smaller one",
         "distillation.command",
         (*_SENTENCES, "scipy"),
     ),
     "retrieval": Command(
-        "train and measure",
-        "recall and MRR of an encoder on pairs",
+        "Train and evaluate",
+        "Measure recall and MRR of an encoder on pairs",
         "evaluation.retrieval",
         ("eval", "sentence_transformers>=6", "datasets"),
     ),
     "mteb": Command(
-        "train and measure",
-        "MTEB evaluation and its table",
+        "Train and evaluate",
+        "Evaluate an encoder on MTEB and write its table",
         "evaluation.mteb",
         ("eval", "sentence_transformers", "mteb"),
     ),
     "convert": Command(
-        "pre-training", "a raw training checkpoint to a Hub folder", "conversion.command"
+        "Pre-train and convert",
+        "Convert a raw training checkpoint to a Hub folder",
+        "conversion.command",
     ),
     "tokenizer": Command(
-        "pre-training",
-        "a WordPiece tokenizer from texts",
+        "Pre-train and convert",
+        "Train a WordPiece tokenizer",
         "pretraining.tokenizer",
         ("train", "datasets"),
     ),
     "pretrain": Command(
-        "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.command", _TRAIN
+        "Pre-train and convert",
+        "Pre-train a masked language model from a YAML recipe",
+        "pretraining.command",
+        _TRAIN,
     ),
     "pseudo-perplexity": Command(
-        "pre-training",
-        "pseudo-perplexity against text length",
+        "Pre-train and convert",
+        "Measure pseudo-perplexity by text length",
         "pretraining.pseudo_perplexity",
         ("eval", "accelerate", "matplotlib"),
     ),
     "throughput": Command(
-        "benchmarks", "tokens a second against other encoders", "throughput.command"
+        "Benchmark", "Measure tokens per second beside other encoders", "throughput.command"
     ),
 }
 
 
-def usage():
-    """The text of `neobert --help`."""
+def usage() -> str:
+    """Return the text of `neobert --help`."""
     width = max(map(len, COMMANDS))
     lines = [
         "usage: neobert <command> [arguments]",
@@ -115,23 +123,25 @@ def usage():
         ]
     lines += [
         "",
-        "example:",
+        "Example:",
         "  neobert encode texts.jsonl embeddings.parquet --model examples/sentence-encoder",
     ]
     return "\n".join(lines)
 
 
-def _leave_process_group():
-    """Processes of torchrun leave their group before the interpreter ends, which threads of the
-    group could abort."""
+def _leave_process_group() -> None:
+    """Leave the process group of torchrun, whose threads could abort the interpreter's exit."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def main(argv=None):
-    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr,
-    130 after an interrupt, 143 after SIGTERM."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0, 2 after an error, 130 after an interrupt, or 143 after SIGTERM.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(usage(), file=sys.stderr)
@@ -143,14 +153,14 @@ def main(argv=None):
     command, *arguments = argv
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        print(f"neobert: there is no command {command!r}; {hint}", file=sys.stderr)
+        hint = f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(COMMANDS)}."
+        print(f"neobert: there is no command {command!r}. {hint}", file=sys.stderr)
         return 2
     return guarded(f"neobert {command}", lambda: _run(command, arguments))
 
 
-def _run(name, arguments):
-    """Runs a command, or prints its help, for which none of what it needs is imported."""
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Run a command. `--help` is answered without importing the command's dependencies."""
     command = COMMANDS[name]
     if {"-h", "--help"} & set(arguments):
         options = importlib.import_module(f".{command.room}.options", __package__).OPTIONS[name]
