@@ -115,7 +115,7 @@ def test_what_a_newcomer_types(capsys):
     for asks in (["--version"], ["-V"]):
         assert cli.main(asks) == 0 and capsys.readouterr().out.startswith("neobert ")
     for typed, meant in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
-        assert cli.main([typed]) == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+        assert cli.main([typed]) == 2 and f"Did you mean {meant}?" in capsys.readouterr().err
     assert cli.main(["glue", ""]) == 2 and "unknown option ''" in capsys.readouterr().err
 
 
