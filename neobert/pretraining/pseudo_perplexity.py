@@ -18,12 +18,16 @@ import hashlib
 import io
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
@@ -232,8 +236,48 @@ def measure(model, tokenizer, text, body, options):
     return dict(zip(FIELDS[4:], (len(ids), len(places), *mean_and_error(losses, len(body)))))
 
 
+def plot_buckets(buckets: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plot pseudo-perplexity against length, one line per model and YaRN setting.
+
+    Args:
+        buckets: Results of `summarise`; the error bars are their 95 % intervals.
+    """
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for bucket in buckets:
+        yarn = "" if bucket["yarn"] == "off" else f", YaRN {bucket['yarn']}"
+        lines.setdefault(f"{bucket['name']}{yarn}", []).append(bucket)
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for label, points in lines.items():
+        points = sorted(points, key=lambda point: point["length"])
+        values = [point["pseudo_perplexity"] for point in points]
+        below = [value - point["low"] for value, point in zip(values, points)]
+        above = [point["high"] - value for value, point in zip(values, points)]
+        axes.errorbar(
+            [point["length"] for point in points],
+            values,
+            yerr=[below, above],
+            label=label,
+            marker="o",
+            capsize=3,
+        )
+
+    lengths = sorted({bucket["length"] for bucket in buckets})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("Length (tokens)")
+    axes.set_ylabel("Pseudo-perplexity (95 % interval)")
+    axes.grid(color="#e0e0e0")
+    axes.legend(frameon=False)
+    return figure
+
+
 def write_page(path, buckets, env):
-    """Writes the table and the plot of `summarise` beside the CSV; returns the page."""
+    """Write the table and the plot of `summarise` beside the CSV, and return the page."""
     columns = ["name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high"]
     table = pandas.DataFrame(buckets)[columns].round(3)
     page = (
@@ -243,10 +287,9 @@ def write_page(path, buckets, env):
         "interval, for the choice of texts and of positions.\n"
     )
     write_text(path.with_suffix(".md"), page)
-    lines = table.pivot(index="length", columns=["name", "yarn"], values="pseudo_perplexity")
-    axes = lines.plot(marker="o", loglog=True, ylabel="pseudo-perplexity")
+    figure = plot_buckets(buckets)
     with new_file(path.with_suffix(".png")) as file:
-        axes.figure.savefig(file, dpi=150)
+        figure.savefig(file, dpi=150)
     return page
 
 

@@ -305,3 +305,18 @@ def test_models_that_cannot(folder, tmp_path):
     with pytest.raises(UserError, match="the tokenizer has 30523 tokens, but the embedding of .*"):
         run(folder, tmp_path / "out", model=bare)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_plot_has_the_intervals_of_every_length():
+    buckets = [
+        {"name": "demo", "yarn": yarn, "length": length, "pseudo_perplexity": value}
+        | {"low": value / 2, "high": value * 3}
+        for yarn, length, value in (("off", 512, 9.0), ("off", 128, 4.0), ("4", 128, 5.0))
+    ]
+    (axes,) = module.plot_buckets(buckets).axes
+    plain, yarn = axes.containers
+    assert (plain.get_label(), yarn.get_label()) == ("demo", "demo, YaRN 4")
+    line, _, (bars,) = plain.lines
+    assert line.get_xydata().tolist() == [[128, 4], [512, 9]]
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[2, 12], [4.5, 27]]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "512"]
