@@ -185,8 +185,8 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys):
     with signalled(2, signal.SIGTERM):
         assert cli.main(["pretrain", *arguments_of(corpus, out, **arguments)]) == 143
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        "neobert pretrain: stopped by SIGTERM after step 3 of 12; the same command goes on from "
-        "the last checkpoint"
+        "neobert pretrain: stopped by SIGTERM after step 3 of 12. Run the same command again to "
+        "resume from the last checkpoint."
     )
     assert list(checkpoints(out)) == [3] and not list(out.glob("*.safetensors"))
     assert not (out / "result.json").exists()
