@@ -71,10 +71,10 @@ bench-int8: $(VENV)/.test  ## Compare int8 with float32, bfloat16 and other engi
 
 # RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run the exports in llama.cpp, ONNX Runtime, transformers.js and OpenVINO
-	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
 
 test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run vLLM, infinity and llama.cpp servers against torch
-	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/serve.py --work $(ENGINES)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python tests/engines/serve.py --work $(ENGINES)
 
 test-server: $(VENV)/.test $(ENGINES)/server/.ready  ## Run the server with the clients of OpenAI and Cohere
 	$(BIN)/python -m pytest tests/examples/test_serve.py
