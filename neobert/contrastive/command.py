@@ -2,7 +2,7 @@
 
 The recipe is that of the paper (section 4.3) with sentence-transformers: InfoNCE with in-batch and
 hard negatives, batches from one dataset that is sampled by size^alpha, an instruction before the
-question, mean pooling. The output directory loads with
+query, mean pooling. The output directory loads with
 `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
@@ -34,12 +34,12 @@ from ..common.pooling import save_for_all_versions
 from ..embeddings.instructions import prompt
 from ..embeddings.packed_encoder import load_sentence_transformer
 from ..evaluation.retrieval import (
-    Questions,
+    Queries,
     describe_metrics,
     evaluate_retrieval,
     evaluate_tfidf,
-    questions_of_rows,
-    read_questions,
+    queries_of_rows,
+    read_queries,
 )
 from ..training.checkpoints import RunTrainer, is_main, spent
 from ..training.lora import check_adapter_support, lora_config, trainable_parameters
@@ -53,10 +53,10 @@ from .data import (
     SizeAlphaBatchSampler,
     TextsBatchSampler,
     check_batch,
-    choose_validation_questions,
+    choose_validation_queries,
     load_source,
     mix,
-    split_questions,
+    split_queries,
 )
 from .model_card import write_card
 from .options import OPTIONS, ContrastiveOptions, LossOptions, read_sources
@@ -88,12 +88,12 @@ class Mixture:
     Attributes:
         parts: Datasets with their batch sizes and sampling probabilities, {name: part}.
         prompts: Prompts of the trainer, {name: {"anchor": prompt}}.
-        validation: Questions for evaluating retrieval, or None.
+        validation: Queries for evaluating retrieval, or None.
     """
 
     parts: dict[str, MixturePart]
     prompts: dict[str, dict[str, str]]
-    validation: Questions | None
+    validation: Queries | None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     print(
-        f"retrieval of {validation['questions']:,} held-out questions among "
+        f"retrieval of {validation['queries']:,} held-out queries among "
         f"{validation['texts']:,} texts"
     )
     for name in ("tf-idf", "before", "after"):
@@ -229,7 +229,7 @@ def train(
 
         if mixture.validation:
             summary["validation"] = {
-                "questions": len(mixture.validation.relevant),
+                "queries": len(mixture.validation.relevant),
                 "texts": len(mixture.validation.texts),
                 "before": before,
                 "after": evaluate_retrieval(model.to(training.device), mixture.validation),
@@ -289,7 +289,7 @@ def build_mixture(
     training: SentenceTransformerTrainingArguments,
     sources: Sequence[PairSource],
 ) -> Mixture:
-    """Load all datasets, and hold out the validation questions.
+    """Load all datasets, and hold out the validation queries.
 
     Raises:
         UserError: If a dataset cannot be read or has no batch of distinct texts.
@@ -314,18 +314,18 @@ def build_mixture(
     return Mixture(parts, prompts, validation)
 
 
-def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Questions:
-    """Read the questions of a validation file that are not trained on.
+def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
+    """Read the queries of a validation file that are not trained on.
 
     Raises:
-        UserError: If all questions are trained on.
+        UserError: If all queries are trained on.
     """
-    questions = read_questions(path)
-    relevant = questions.relevant
+    queries = read_queries(path)
+    relevant = queries.relevant
     trained = {text for data in datasets.values() for text in data["anchor"] if text in relevant}
     if trained:
         logger.warning(
-            "%s: %s of %s questions are trained on. They are not evaluated.",
+            "%s: %s of %s queries are trained on. They are not evaluated.",
             path,
             f"{len(trained):,}",
             f"{len(relevant):,}",
@@ -333,34 +333,34 @@ def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Questions:
     relevant = {text: positives for text, positives in relevant.items() if text not in trained}
     if not relevant:
         raise UserError(
-            f"all questions of {path} are in the training data. Pass a file of other questions."
+            f"all queries of {path} are in the training data. Pass a file of other queries."
         )
-    return Questions(relevant, questions.texts)
+    return Queries(relevant, queries.texts)
 
 
-def hold_out(datasets: Any, percent: float) -> tuple[Any, Questions | None]:
-    """Hold out validation questions from the training data.
+def hold_out(datasets: Any, percent: float) -> tuple[Any, Queries | None]:
+    """Hold out validation queries from the training data.
 
     Args:
         datasets: Datasets by name, a `DatasetDict`.
-        percent: Percentage of the questions.
+        percent: Percentage of the queries.
 
     Returns:
-        The datasets without the held-out questions, and these questions or None.
+        The datasets without the held-out queries, and these queries or None.
     """
     from datasets import DatasetDict
 
     anchors = (text for data in datasets.values() for text in data["anchor"])
-    chosen = choose_validation_questions(anchors, percent)
+    chosen = choose_validation_queries(anchors, percent)
     if not chosen:
         return datasets, None
 
     remaining = DatasetDict()
     rows: list[dict[str, Any]] = []
     for name, data in datasets.items():
-        remaining[name], held_out = split_questions(data, chosen)
+        remaining[name], held_out = split_queries(data, chosen)
         rows += held_out
-    return remaining, questions_of_rows(rows)
+    return remaining, queries_of_rows(rows)
 
 
 def log_mixture(mixture: Mixture) -> None:
@@ -375,7 +375,7 @@ def log_mixture(mixture: Mixture) -> None:
         )
     if mixture.validation:
         logger.info(
-            "validation: %s questions that are not trained on",
+            "validation: %s queries that are not trained on",
             f"{len(mixture.validation.relevant):,}",
         )
 
@@ -453,7 +453,7 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
 
     Args:
         prompts: Prompts of the datasets, {name: {"anchor": prompt}}.
-        template: Format of an instruction before a question.
+        template: Format of an instruction before a query.
     """
     named = {name: texts["anchor"] for name, texts in prompts.items()}
     query = next(iter(named.values()), "")

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("neobert.contrastive")
 
-# Bounds of the number of questions that are held out from the training data by default.
-MIN_VALIDATION_QUESTIONS = 20
-MAX_VALIDATION_QUESTIONS = 500
-# Data with fewer questions is not split.
-MIN_QUESTIONS_TO_SPLIT = 200
+# Bounds of the number of queries that are held out from the training data by default.
+MIN_VALIDATION_QUERIES = 20
+MAX_VALIDATION_QUERIES = 500
+# Data with fewer queries is not split.
+MIN_QUERIES_TO_SPLIT = 200
 
 
 @dataclass(frozen=True)
@@ -271,35 +271,35 @@ def _join_qrels(source: PairSource) -> "Dataset":
 
 
 # ------------------------------------------------------------------------------------------------
-# validation questions
+# validation queries
 
 
-def choose_validation_questions(questions: Iterable[str], percent: float) -> set[str]:
-    """Return the questions that are held out from training, chosen by hash.
+def choose_validation_queries(queries: Iterable[str], percent: float) -> set[str]:
+    """Return the queries that are held out from training, chosen by hash.
 
     Args:
-        questions: Questions of the training data, which may repeat.
-        percent: Percentage of the different questions to hold out.
+        queries: Queries of the training data, which may repeat.
+        percent: Percentage of the different queries to hold out.
 
     Returns:
-        Between `MIN_VALIDATION_QUESTIONS` and `MAX_VALIDATION_QUESTIONS` questions. The set is
-        empty if `percent` is 0 or there are fewer than `MIN_QUESTIONS_TO_SPLIT` questions.
+        Between `MIN_VALIDATION_QUERIES` and `MAX_VALIDATION_QUERIES` queries. The set is
+        empty if `percent` is 0 or there are fewer than `MIN_QUERIES_TO_SPLIT` queries.
     """
     if percent == 0:
         return set()
-    different = set(questions)
-    if len(different) < MIN_QUESTIONS_TO_SPLIT:
+    different = set(queries)
+    if len(different) < MIN_QUERIES_TO_SPLIT:
         return set()
-    count = max(MIN_VALIDATION_QUESTIONS, int(len(different) * percent / 100))
-    count = min(count, MAX_VALIDATION_QUESTIONS)
+    count = max(MIN_VALIDATION_QUERIES, int(len(different) * percent / 100))
+    count = min(count, MAX_VALIDATION_QUERIES)
     return set(heapq.nsmallest(count, different, key=fraction))
 
 
-def split_questions(data: "Dataset", questions: Collection[str]) -> "tuple[Dataset, Dataset]":
-    """Split a dataset into its rows without and with one of these questions."""
+def split_queries(data: "Dataset", queries: Collection[str]) -> "tuple[Dataset, Dataset]":
+    """Split a dataset into its rows without and with one of these queries."""
     numbers: tuple[list[int], list[int]] = ([], [])
     for number, anchor in enumerate(data["anchor"]):
-        numbers[anchor in questions].append(number)
+        numbers[anchor in queries].append(number)
     if not numbers[True]:
         return data, data.select([])
     return data.select(numbers[False]), data.select(numbers[True])

@@ -74,7 +74,7 @@ Texts are truncated to {length}.
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer({json.dumps(name)}, trust_remote_code=True)
-queries = model.encode_query(["A question."]){comment}
+queries = model.encode_query(["A query."]){comment}
 documents = model.encode_document(["A text that may answer it."])
 print(model.similarity(queries, documents))
 ```
@@ -98,7 +98,7 @@ def _evaluation(validation: Mapping[str, Any] | None) -> str:
         cells = [f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}" for name in METRICS]
         rows.append([encoder, *cells])
     return (
-        f"## Evaluation\n\nRetrieval for {validation['questions']:,} questions that were not "
-        f"trained on. Each question is searched among {validation['texts']:,} texts. Mean ± "
+        f"## Evaluation\n\nRetrieval for {validation['queries']:,} queries that were not "
+        f"trained on. Each query is searched among {validation['texts']:,} texts. Mean ± "
         f"standard error.\n\n{markdown_table(['encoder', *METRICS], rows)}\n"
     )

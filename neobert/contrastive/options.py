@@ -57,22 +57,22 @@ class DataOptions(OptionGroup):
     )
     validation_file: str | None = option(
         None,
-        "File of pairs for evaluating retrieval before and after training. Its questions are never "
+        "File of pairs for evaluating retrieval before and after training. Its queries are never "
         "trained on.",
         metavar="PATH",
         affects_results=False,
     )
     validation_percent: Annotated[float, Meta(ge=0, le=50)] = option(
         5.0,
-        "Percentage of the questions held out for evaluation if there is no --validation-file: "
-        "at least 20 and at most 500 questions, selected by hash. Data with fewer than 200 "
-        "questions is not split. 0 disables the evaluation.",
+        "Percentage of the queries held out for evaluation if there is no --validation-file: "
+        "at least 20 and at most 500 queries, selected by hash. Data with fewer than 200 "
+        "queries is not split. 0 disables the evaluation.",
     )
 
 
 @dataclass(frozen=True)
 class InstructionOptions(OptionGroup):
-    """Instructions before the questions."""
+    """Instructions before the queries."""
 
     title = "Instructions"
 
@@ -83,7 +83,7 @@ class InstructionOptions(OptionGroup):
         metavar="PATH",
         affects_results=False,
     )
-    instruction_template: str = option(TEMPLATE, "Format of an instruction before a question.")
+    instruction_template: str = option(TEMPLATE, "Format of an instruction before a query.")
 
     def __post_init__(self) -> None:
         check_template(self.instruction_template)

@@ -31,7 +31,7 @@ from ..common.output import Output
 from ..common.packing import compile_blocks, uncompile_blocks
 from ..common.results import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
-from ..evaluation.retrieval import Questions, evaluate_retrieval, read_questions
+from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, spent
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run import run_environment, run_once
@@ -174,7 +174,7 @@ class Distillation:
 
     texts: Texts
     agreement: Agreement
-    questions: Questions | None
+    queries: Queries | None
     comparison: dict[str, dict[str, float]]
 
     def __init__(
@@ -222,7 +222,7 @@ class Distillation:
 
     def _read_data(self) -> None:
         data = self.options.data
-        self.questions = read_questions(data.validation_file) if data.validation_file else None
+        self.queries = read_queries(data.validation_file) if data.validation_file else None
         self.texts = read_texts(
             self.sources, self.others, data.validation_percent, data.max_validation_texts
         )
@@ -232,16 +232,16 @@ class Distillation:
     def _evaluate_before(self, teacher: SentenceTransformer, student: SentenceTransformer) -> None:
         """Evaluate the teacher, and the student before training."""
         teacher_metrics = dict.fromkeys(self.agreement.names, 1.0)
-        if self.questions:
-            teacher_metrics |= evaluate_retrieval(teacher, self.questions)
+        if self.queries:
+            teacher_metrics |= evaluate_retrieval(teacher, self.queries)
         start_metrics = self._evaluate(student.to(self.training.device))
         self.comparison = {"teacher": teacher_metrics, "start": start_metrics}
 
     def _evaluate(self, model: SentenceTransformer) -> dict[str, float]:
         """Return the agreement of an encoder with the teacher and its retrieval metrics."""
         metrics = self.agreement(model)
-        if self.questions:
-            metrics |= evaluate_retrieval(model, self.questions)
+        if self.queries:
+            metrics |= evaluate_retrieval(model, self.queries)
         return metrics
 
     def _trainer(self, student: SentenceTransformer, embeddings: np.ndarray) -> DistillTrainer:

@@ -124,7 +124,7 @@ class MtebOptions:
 OPTIONS = {
     "retrieval": OptionParser(
         "neobert retrieval",
-        "Measure recall and MRR of an encoder: every question of a file is searched among all "
+        "Measure recall and MRR of an encoder: every query of a file is searched among all "
         "texts of the file.",
         RetrievalOptions,
         "neobert retrieval runs/encoder --pairs test.jsonl",

@@ -1,6 +1,6 @@
-"""Command `neobert retrieval`: recall and MRR of an encoder on pairs of questions and texts.
+"""Command `neobert retrieval`: recall and MRR of an encoder on pairs of queries and texts.
 
-Every question is searched among all texts of the file.
+Every query is searched among all texts of the file.
 """
 
 import math
@@ -27,11 +27,11 @@ METRICS = ("recall@1", "recall@10", "mrr@10")
 
 
 @dataclass(frozen=True)
-class Questions:
-    """Questions and the texts that are searched.
+class Queries:
+    """Queries and the texts that are searched.
 
     Attributes:
-        relevant: Texts that answer each question, {question: texts}.
+        relevant: Texts that answer each query, {query: texts}.
         texts: All texts that are searched.
     """
 
@@ -44,32 +44,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = OPTIONS["retrieval"].read(argv or [])
     log_options(options)
     name = options.data.model
-    questions = read_questions(options.data.pairs)
+    queries = read_queries(options.data.pairs)
     device = choose_device(options.data.device)
     model = load_sentence_transformer(name, device, **options.encoder.settings())
 
-    metrics = describe_metrics(evaluate_retrieval(model, questions))
-    counts = f"{len(questions.relevant):,} questions among {len(questions.texts):,} texts"
+    metrics = describe_metrics(evaluate_retrieval(model, queries))
+    counts = f"{len(queries.relevant):,} queries among {len(queries.texts):,} texts"
     print(f"{name}: {counts}: {metrics}")
     return 0
 
 
-def read_questions(path: str) -> Questions:
-    """Read the questions of a file of pairs.
+def read_queries(path: str) -> Queries:
+    """Read the queries of a file of pairs.
 
     Raises:
         UserError: If the file cannot be read or has no usable row.
     """
-    questions = questions_of_rows(rows(path, texts=["anchor", "positive"]))
-    if not questions.relevant:
+    queries = queries_of_rows(rows(path, texts=["anchor", "positive"]))
+    if not queries.relevant:
         raise UserError(
             f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."
         )
-    return questions
+    return queries
 
 
-def questions_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Questions:
-    """Return the questions of rows with the columns anchor, positive, negative, negative_1, ..."""
+def queries_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
+    """Return the queries of rows with the columns anchor, positive, negative, negative_1, ..."""
     relevant: dict[str, set[str]] = {}
     texts: dict[str, None] = {}
     for row in pairs:
@@ -80,51 +80,54 @@ def questions_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Questions:
         for name, value in row.items():
             if name == "negative" or name.startswith("negative_"):
                 texts |= dict.fromkeys(value if isinstance(value, list) else [value])
-    return Questions(relevant, [text for text in texts if text and text.strip()])
+    return Queries(relevant, [text for text in texts if text and text.strip()])
 
 
-def evaluate_retrieval(model: "SentenceTransformer", questions: Questions) -> dict[str, float]:
+def evaluate_retrieval(model: "SentenceTransformer", queries: Queries) -> dict[str, float]:
     """Return recall@1, recall@10 and MRR@10, and their standard errors as "recall@1_se", ...
 
     The similarity function and the prompts are those of the model.
     """
-    queries = model.encode_query(
-        list(questions.relevant), convert_to_tensor=True, show_progress_bar=True
+    query_embeddings = model.encode_query(
+        list(queries.relevant), convert_to_tensor=True, show_progress_bar=True
     )
-    documents = model.encode_document(
-        questions.texts, convert_to_tensor=True, show_progress_bar=True
+    document_embeddings = model.encode_document(
+        queries.texts, convert_to_tensor=True, show_progress_bar=True
     )
-    return _metrics(questions, lambda part: model.similarity(queries[part], documents))
+    return _metrics(
+        queries, lambda part: model.similarity(query_embeddings[part], document_embeddings)
+    )
 
 
-def evaluate_tfidf(questions: Questions) -> dict[str, float]:
+def evaluate_tfidf(queries: Queries) -> dict[str, float]:
     """Return the metrics of TF-IDF of character n-grams, fitted on the searched texts."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
-    documents = vectorizer.fit_transform(questions.texts)
-    queries = vectorizer.transform(list(questions.relevant))
+    document_embeddings = vectorizer.fit_transform(queries.texts)
+    query_embeddings = vectorizer.transform(list(queries.relevant))
     return _metrics(
-        questions, lambda part: torch.from_numpy((queries[part] @ documents.T).toarray())
+        queries,
+        lambda part: torch.from_numpy((query_embeddings[part] @ document_embeddings.T).toarray()),
     )
 
 
-def _metrics(questions: Questions, similarity: Callable[[slice], torch.Tensor]) -> dict[str, float]:
+def _metrics(queries: Queries, similarity: Callable[[slice], torch.Tensor]) -> dict[str, float]:
     """Return the mean metrics and their standard errors.
 
     Args:
-        questions: Questions and texts.
-        similarity: Function that returns the similarities of a slice of the questions to all texts.
+        queries: Queries and texts.
+        similarity: Function that returns the similarities of a slice of the queries to all texts.
     """
-    names = list(questions.relevant)
-    texts = questions.texts
+    names = list(queries.relevant)
+    texts = queries.texts
     values = []
     step = max(1, 10**8 // len(texts))  # Bounds the memory of the similarities.
     for start in range(0, len(names), step):
         scores = similarity(slice(start, start + step))
         best = scores.topk(min(10, len(texts))).indices.tolist()
         for name, numbers in zip(names[start:], best):
-            positives = questions.relevant[name]
+            positives = queries.relevant[name]
             hits = [texts[number] in positives for number in numbers]
             rank = hits.index(True) + 1 if any(hits) else math.inf
             recalls = [sum(hits[:1]) / len(positives), sum(hits) / len(positives)]

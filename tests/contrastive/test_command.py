@@ -79,7 +79,7 @@ def test_an_encoder_that_learned_nothing_is_reported():
 def test_tfidf_finds_the_text_that_shares_words():
     relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
     texts = ["the cat is red", "birds that are blue", "nothing"]
-    metrics = retrieval.evaluate_tfidf(retrieval.Questions(relevant, texts))
+    metrics = retrieval.evaluate_tfidf(retrieval.Queries(relevant, texts))
     assert metrics["recall@1"] == 1
 
 
@@ -217,12 +217,12 @@ def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
 def test_negatives_are_searched_too(tmp_path):
     rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
-    questions = retrieval.read_questions(str(path))
-    assert questions.relevant == {"a": {"p", "q"}} and sorted(questions.texts) == ["n", "p", "q"]
+    queries = retrieval.read_queries(str(path))
+    assert queries.relevant == {"a": {"p", "q"}} and sorted(queries.texts) == ["n", "p", "q"]
 
 
 def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, caplog):
-    """Every question is searched among all texts of the validation file, without those that were
+    """Every query is searched among all texts of the validation file, without those that were
     trained on."""
     rows = [
         {"anchor": f"an animal: {animal} {i}", "positive": f"{i} {animal}"}
@@ -235,15 +235,15 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, 
     argv += ["--validation-file", str(validation)]
     assert main(arguments_for(model_folder, tmp_path / "out", *argv)) == 0
     found = json.loads((tmp_path / "out" / "result.json").read_text())["training"]["validation"]
-    assert (found["questions"], found["texts"]) == (12, 14)
-    assert "1 of 13 questions are trained on" in caplog.text
-    assert "12 held-out questions among 14 texts" in capsys.readouterr().out
+    assert (found["queries"], found["texts"]) == (12, 14)
+    assert "1 of 13 queries are trained on" in caplog.text
+    assert "12 held-out queries among 14 texts" in capsys.readouterr().out
     texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
     for when, folder in (("before", model_folder), ("after", tmp_path / "out")):
         model = load_sentence_transformer(str(folder), max_length=32, trust_remote_code=True)
-        questions = model.encode([row["anchor"] for row in rows[20:]])
+        queries = model.encode([row["anchor"] for row in rows[20:]])
         measures = []
-        for number, row in enumerate(model.similarity(questions, model.encode(texts))):
+        for number, row in enumerate(model.similarity(queries, model.encode(texts))):
             right = {number + 1} | ({13} if number == 11 else set())
             hits = [text in right for text in row.argsort(descending=True).tolist()[:10]]
             rank = hits.index(True) + 1 if any(hits) else float("inf")
@@ -257,9 +257,9 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, 
         assert line in (tmp_path / "out" / "README.md").read_text()
     pairs = ["--pairs", str(validation), "--trust-remote-code"]
     assert retrieval.main([str(tmp_path / "out"), *pairs]) == 0
-    words = r"13 questions among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
+    words = r"13 queries among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
     assert re.search(words, capsys.readouterr().out)
-    with pytest.raises(UserError, match="all questions of .*train.jsonl are in the training data"):
+    with pytest.raises(UserError, match="all queries of .*train.jsonl are in the training data"):
         argv[-1] = str(train)
         main(arguments_for(model_folder, tmp_path / "other", *argv))
 

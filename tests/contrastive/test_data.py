@@ -2,7 +2,7 @@
 
 Batches are sampled from one dataset by size^alpha, no text is its own negative, rows and judgements
 become pairs, the recipe is the paper's, instructions reach the tokens of the query alone, and
-validation questions are not trained on.
+validation queries are not trained on.
 """
 
 import collections
@@ -28,7 +28,7 @@ from neobert.contrastive.data import (
     SizeAlphaBatchSampler,
     TextsBatchSampler,
     check_batch,
-    choose_validation_questions,
+    choose_validation_queries,
     example,
     load_source,
     lookup,
@@ -376,15 +376,15 @@ def test_a_file_that_changed_is_read_anew(tmp_path):
     "count, percent, expected",
     [(199, 5, 0), (200, 5, 20), (200, 0, 0), (1000, 5, 50), (1000, 20, 200), (20_000, 5, 500)],
 )
-def test_the_number_of_validation_questions(count, percent, expected):
+def test_the_number_of_validation_queries(count, percent, expected):
     questions = [f"question {i}" for i in range(count)]
-    chosen = choose_validation_questions(questions * 2, percent)
+    chosen = choose_validation_queries(questions * 2, percent)
     assert len(chosen) == expected and chosen <= set(questions)
     # The order of the file does not matter.
-    assert choose_validation_questions(questions[::-1], percent) == chosen
+    assert choose_validation_queries(questions[::-1], percent) == chosen
 
 
-def test_validation_questions_are_held_out_from_all_datasets(model_folder, tmp_path):
+def test_validation_queries_are_held_out_from_all_datasets(model_folder, tmp_path):
     for name, other in (("first", "x"), ("second", "y")):
         rows = [
             {"anchor": f"{'both' if i < 40 else other} {i}", "positive": f"{name} {i}"}
@@ -397,7 +397,7 @@ def test_validation_questions_are_held_out_from_all_datasets(model_folder, tmp_p
     mixture = mixture_of(argv)[0]
     anchors = {text for part in mixture.parts.values() for text in part.data["anchor"]}
     validation = mixture.validation
-    # 260 different questions: 5 % are 13, and at least 20 are held out.
+    # 260 different queries: 5 % are 13, and at least 20 are held out.
     assert len(validation.relevant) == 20 and len(anchors) == 240
     assert not anchors & validation.relevant.keys()
     shared = [text for text in validation.relevant if text.startswith("both")]
