@@ -8,13 +8,14 @@ and evaluates the retrieval of 500 held-out definitions.
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from examples import make_pairs
 from neobert.common.files import read_json
 from neobert.common.results import environment, markdown_table, write_result
 from neobert.common.scripts import run_script
@@ -37,7 +38,8 @@ def main(argv: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         pairs = Path(folder) / "pairs"
-        make_pairs.main(["--output", str(pairs)])
+        script = Path(__file__).parent.parent / "examples" / "make_pairs.py"
+        subprocess.run([sys.executable, script, "--output", pairs], check=True)
         runs = [train(args.model, pairs, seed, Path(folder)) for seed in args.seeds]
 
     scores = {system: summarize(runs, system) for system in SYSTEMS}

@@ -23,6 +23,8 @@ from ..embeddings.packed_encoder import PackedEncoder
 
 # Number of texts whose embeddings are written at once.
 CHUNK_SIZE = 65_536
+# Number of texts that are held out by default, if they are at most 5 % of all.
+MIN_VALIDATION_TEXTS = 100
 
 
 @dataclass(frozen=True)
@@ -110,29 +112,39 @@ class Texts:
             )
 
 
+def default_validation_percent(count: int) -> float:
+    """Return the percentage of texts to hold out: 1 %, or more for 100 texts, but at most 5 %."""
+    return max(1.0, min(5.0, 100 * MIN_VALIDATION_TEXTS / max(count, 1)))
+
+
 def read_texts(
-    sources: Iterable[TextSource], others: Iterable[TextSource], percent: float, max_texts: int
+    sources: Iterable[TextSource],
+    others: Iterable[TextSource],
+    percent: float | None,
+    max_texts: int,
 ) -> Texts:
     """Read the texts of a run.
 
     Args:
         sources: Sources of training texts.
         others: Sources of validation texts of other types.
-        percent: Percentage of the texts of `sources` that is held out.
+        percent: Percentage of the texts of `sources` that is held out, or None for
+            `default_validation_percent`.
         max_texts: Maximum number of texts in each validation set; those with the lowest hashes are
             kept.
 
     Raises:
         UserError: If there are fewer than 2 texts to learn from.
     """
+    # A dictionary keeps the order of the texts.
+    seen = dict.fromkeys(text for source in sources for text in source.read())
+    if percent is None:
+        percent = default_validation_percent(len(seen))
+
     train: list[str] = []
     validation: list[str] = []
-    seen: set[str] = set()
-    for source in sources:
-        for text in source.read():
-            if text not in seen:
-                seen.add(text)
-                (validation if is_validation_text(text, percent) else train).append(text)
+    for text in seen:
+        (validation if is_validation_text(text, percent) else train).append(text)
     if len(train) < 2:
         raise UserError(f"`texts` must contain at least 2 different texts, got {len(train)}.")
 

@@ -82,8 +82,10 @@ class DataOptions(OptionGroup):
         metavar="PATH",
         affects_results=False,
     )
-    validation_percent: Annotated[float, Meta(gt=0, le=50)] = option(
-        1.0, "Percentage of the texts held out for evaluation, selected by hash."
+    validation_percent: Annotated[float, Meta(gt=0, le=50)] | None = option(
+        None,
+        "Percentage of the texts held out for evaluation, selected by hash. By default 1, and up "
+        "to 5 for small data, so that about 100 texts are held out.",
     )
     max_validation_texts: Annotated[int, Meta(ge=3)] = option(
         2000, "Maximum number of held-out texts, and of texts per file of --validation-texts."

@@ -37,6 +37,7 @@ from neobert.distillation.command import (
 from neobert.distillation.data import (
     Texts,
     TextSource,
+    default_validation_percent,
     is_validation_text,
     read_texts,
     teacher_embeddings,
@@ -221,6 +222,22 @@ def test_the_memory_bank_is_a_random_sample():
     assert len(stored.unique()) == 200
     # The mean of 200 of 2,000 numbers has a standard error of 39.
     assert abs(stored.float().mean() - 999.5) < 160
+
+
+@pytest.mark.parametrize(
+    "count, percent", [(10, 5), (1000, 5), (2000, 5), (4000, 2.5), (10_000, 1), (10**6, 1)]
+)
+def test_small_data_has_a_larger_fraction_of_validation_texts(count, percent):
+    assert default_validation_percent(count) == percent
+
+
+def test_validation_texts_are_held_out_by_default(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"text {i}\n" for i in range(3000)), encoding="utf-8")
+    texts = read_texts([TextSource.from_entry(str(path))], [], None, 10000)
+    # 100 of 3,000 texts, within three standard deviations of a binomial distribution.
+    assert abs(len(texts.validation) - 100) < 30
+    assert len(texts.train) + len(texts.validation) == 3000
 
 
 def test_shares_and_held_out_texts_are_independent(tmp_path):
