@@ -31,7 +31,7 @@ from ..common.identity import files_digest, known_by
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import save_for_all_versions
-from ..embeddings.instructions import prompt
+from ..embeddings.instructions import format_instruction
 from ..embeddings.packed_encoder import load_sentence_transformer
 from ..evaluation.retrieval import (
     Queries,
@@ -308,7 +308,7 @@ def build_mixture(
     for source in sources:
         part = parts[source.name]
         check_batch(source, part.data, part.batch_rows)
-        text = prompt(options.instructions.instruction_template, source.instruction)
+        text = format_instruction(options.instructions.instruction_template, source.instruction)
         if text:
             prompts[source.name] = {"anchor": text}
     return Mixture(parts, prompts, validation)
@@ -458,7 +458,7 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
     named = {name: texts["anchor"] for name, texts in prompts.items()}
     query = next(iter(named.values()), "")
     if len(set(named.values())) > 1:
-        query = prompt(template, "Retrieve text that answers the query.")
+        query = format_instruction(template, "Retrieve text that answers the query.")
     return {"query": query, "document": "", **named}
 
 

@@ -1,9 +1,10 @@
-"""Instructions before a query: how one is put there, and files of them by data set or task.
+"""Instructions before a query: their format, and files with one per dataset or task.
 
-Tables 6 to 8 of the paper (arXiv 2502.19587) list the authors' own. Who has them writes them into
-such a file and runs exactly these.
+The instructions of the paper's authors are in tables 6 to 8 of arXiv 2502.19587. Write them to such
+a file to use exactly these.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..common.errors import UserError, listed
@@ -13,44 +14,50 @@ from ..common.files import read_json, read_yaml
 TEMPLATE = "Instruction: {instruction} Query: "
 
 
-def read_instructions(path, known):
-    """{name: instruction} of a .json or .yaml file.
+def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
+    """Read {name: instruction} from a .json or .yaml file.
 
     Args:
-        known: names that may be in it.
+        path: File.
+        known: Names that the file may contain.
+
     Raises:
-        UserError: no such file, no mapping of names to texts, or a name that is not known.
+        UserError: If there is no such file, if it does not map names to texts, or if it contains an
+            unknown name.
     """
     if not Path(path).is_file():
         raise UserError(
-            f"instructions must be a file that maps names to texts, but there is no file {path}"
+            f"`instructions` must be a file that maps names to texts, got {path}, which does not "
+            "exist."
         )
     instructions = read_json(path) if Path(path).suffix == ".json" else read_yaml(path)
-    if not isinstance(instructions, dict) or not all(
-        isinstance(text, str) for text in instructions.values()
-    ):
-        raise UserError(f"{path} must map names to texts")
+    is_mapping = isinstance(instructions, dict)
+    if not is_mapping or not all(isinstance(text, str) for text in instructions.values()):
+        raise UserError(f"{path} must map names to texts.")
+
+    names = set(known)
     for name in instructions:
-        if name not in known:
+        if name not in names:
             raise UserError(
-                f"{path}: there is no {name!r} here; the names are {listed(sorted(known), 100)}"
+                f"the names in {path} must be among {listed(sorted(names), 100)}, got {name!r}."
             )
     return instructions
 
 
-def prompt(template, instruction):
-    """The text before a query, "" without an instruction."""
-    return template.format(instruction=instruction.strip()) if instruction.strip() else ""
+def format_instruction(template: str, instruction: str) -> str:
+    """Return the text before a query, "" without an instruction."""
+    instruction = instruction.strip()
+    return template.format(instruction=instruction) if instruction else ""
 
 
-def check_template(template):
-    """Raises UserError for a template without `{instruction}`, or with other braces."""
+def check_template(template: str) -> None:
+    """Raise UserError unless a template contains `{instruction}` and no other braces."""
     try:
         if template.format(instruction="x") != template:
             return
     except (KeyError, IndexError, ValueError):
         pass
     raise UserError(
-        f"instruction_template must contain {{instruction}}, and no other braces, but {template!r} "
-        "was given"
+        "`instruction_template` must contain {instruction} and no other braces, got "
+        f"{template!r}."
     )

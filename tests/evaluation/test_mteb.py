@@ -362,7 +362,7 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
         (str(tmp_path / "list.json"), "must map names to texts"),
         (
             str(tmp_path / "unknown.json"),
-            "there is no 'STS99' here; the names are STS, STS12, STS13",
+            "must be among STS, STS12, STS13, got 'STS99'",
         ),
     ):
         with pytest.raises(UserError, match=message):
