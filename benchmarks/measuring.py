@@ -1,45 +1,73 @@
-"""What several benchmarks share beside the clock of `neobert/throughput/timing.py`."""
+"""Helpers that several benchmarks share: options, result files, texts and separate processes."""
 
+import dataclasses
 import inspect
 import multiprocessing
 import os
+import random
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
-from neobert.common.arguments import Options
 from neobert.common.errors import UserError
+from neobert.common.options import OptionGroup, OptionParser
 from neobert.common.results import environment, write_result
 
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "time year people way day man thing woman life child world school".split()
 
+ResultT = TypeVar("ResultT")
 
-def benchmark(title, group):
-    """Makes a script's `main(argv)` of the function that measures, which takes the options and
-    gives (JSON values, page in markdown, what `environment` takes); writes OUTPUT.json and .md.
+
+def option_parser(module: str, about: str | None, group: type[OptionGroup]) -> OptionParser[Any]:
+    """Return the parser of a script whose options are one group, `read(argv).group`.
 
     Args:
-        title: heading of the page.
-        group: dataclass of the options, with `output`; `threads`, if it is a number, is for torch.
+        module: Name of the script in this folder.
+        about: Description of the script for `--help`.
+        group: Frozen dataclass of the options.
+    """
+    options = dataclasses.make_dataclass("ScriptOptions", [("group", group)], frozen=True)
+    return OptionParser(f"python -m benchmarks.{module}", about or "", options)
+
+
+def benchmark(
+    title: str, group: type[OptionGroup]
+) -> Callable[[Callable[..., tuple[dict[str, Any], str, dict[str, Any]]]], Callable[..., int]]:
+    """Turn a function that measures into the `main(argv)` of a script.
+
+    The decorated function takes the options, and returns the data of the JSON file, the text of the
+    page in markdown, and the arguments of `environment`. The script writes OUTPUT.json and
+    OUTPUT.md, and prints the page.
+
+    Args:
+        title: Heading of the page.
+        group: Frozen dataclass of the options, with the option `output`. If there is an option
+            `threads` with one number, it sets the number of torch's threads.
     """
 
-    def script(measure):
-        module = inspect.getmodule(measure)
-        command = f"python -m benchmarks.{inspect.getmodulename(module.__file__)}"
+    def script(
+        measure: Callable[..., tuple[dict[str, Any], str, dict[str, Any]]],
+    ) -> Callable[..., int]:
+        path = inspect.getfile(measure)
+        about = inspect.getdoc(inspect.getmodule(measure))
+        parser = option_parser(inspect.getmodulename(path) or path, about, group)
 
-        def main(argv=None, **more):
-            options = Options(command, module.__doc__, (group,))
-            (given,) = options.read(sys.argv[1:] if argv is None else argv)
-            if isinstance(getattr(given, "threads", None), int):
-                torch.set_num_threads(given.threads)
-            data, page, made = measure(given, **more)
-            print(write_result(given.output, title, environment(**made), data, page))
+        def main(argv: Sequence[str] | None = None, **more: Any) -> int:
+            options = parser.read(sys.argv[1:] if argv is None else argv).group
+            threads = getattr(options, "threads", None)
+            if isinstance(threads, int):
+                torch.set_num_threads(threads)
+
+            data, page, recorded = measure(options, **more)
+            print(write_result(options.output, title, environment(**recorded), data, page))
             return 0
 
         return main
@@ -47,25 +75,29 @@ def benchmark(title, group):
     return script
 
 
-def equal_texts(count, draw):
-    """`count` texts of 60 words, each a token; `draw` is a random.Random."""
-    return [" ".join(draw.choices(WORDS, k=60)) for _ in range(count)]
+def equal_texts(count: int, generator: random.Random) -> list[str]:
+    """Return texts of 60 random words, each of which is one token."""
+    return [" ".join(generator.choices(WORDS, k=60)) for _ in range(count)]
 
 
-def mib(count):
-    """Bytes in MiB for a table; "" for None."""
+def mib(count: float | None) -> str:
+    """Return a number of bytes in MiB for a table, "" for None."""
     return "" if count is None else f"{count / 2**20:,.0f}"
 
 
-def in_a_process(function, *arguments, variables=None):
-    """Calls a function of a module in a fresh process, which ends afterwards: its peak memory is
-    its own.
+def in_a_process(
+    function: Callable[..., ResultT],
+    *arguments: Any,
+    variables: Mapping[str, str] | None = None,
+) -> ResultT:
+    """Call a function in a new process, so that its peak memory is that of this call.
 
     Args:
-        function, arguments: what pickle takes; the result as well.
-        variables: environment variables of that process.
+        function: Function of a module. Its arguments and its result must be picklable.
+        variables: Environment variables of the process.
+
     Raises:
-        what the function raises; UserError if the process was killed.
+        UserError: If the process was killed. Exceptions of the function are raised as they are.
     """
     context = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, variables or {}), ProcessPoolExecutor(1, context) as pool:
@@ -73,6 +105,6 @@ def in_a_process(function, *arguments, variables=None):
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool:
             raise UserError(
-                "a measurement's process was killed, most often because memory ran out; measure "
-                "something smaller"
+                "the process of a measurement was killed, most likely because it ran out of "
+                "memory. Measure a smaller case."
             ) from None

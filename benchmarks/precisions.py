@@ -18,17 +18,19 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from msgspec import Meta
 from tqdm import tqdm
 
-from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError, one_line
 from neobert.common.loading import load_tokenizer
 from neobert.common.measures import PeakMemory
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import markdown_table
 from neobert.throughput.models import draw_lengths
 from neobert.throughput.options import check_set
@@ -43,24 +45,29 @@ PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
 TEXTS = {"short": 16, "128": 8, "512": 4}
 
 
-@dataclass
-class PrecisionsArguments(Arguments):
+@dataclass(frozen=True)
+class PrecisionsOptions(OptionGroup):
     """Options of `python -m benchmarks.precisions`."""
 
-    files: str = option("runs/precisions", "folder with the models, see above")
-    output: str = option("results/precisions", "path of the result without its ending")
-    engines: list[str] = option(
-        help="rows", default_factory=lambda: list(ENGINES), choices=tuple(ENGINES)
+    title = "Options"
+
+    files: str = option("runs/precisions", "Directory with the models, see above.", metavar="PATH")
+    output: str = option(
+        "results/precisions", "Result files, PATH.json and PATH.md.", metavar="PATH"
+    )
+    engines: list[Literal[tuple(ENGINES)]] = option(  # type: ignore[valid-type]
+        help="Engines to measure, one row each.", default_factory=lambda: list(ENGINES)
     )
     sets: list[str] = option(
-        help="text lengths, as in neobert throughput", default_factory=lambda: list(TEXTS)
+        help="Workloads, as in `neobert throughput`.", default_factory=lambda: list(TEXTS)
     )
-    threads: list[int] = option(help="one column each", default_factory=lambda: [1, 2], least=1)
-    layers: int = option(12, "of the model that is made", least=1)
-    repeats: int = option(3, "timed passes of an engine", least=1)
+    threads: list[Annotated[int, Meta(ge=1)]] = option(
+        help="Numbers of CPU threads, one column each.", default_factory=lambda: [1, 2]
+    )
+    layers: Annotated[int, Meta(ge=1)] = option(12, "Number of layers of the random model.")
+    repeats: Annotated[int, Meta(ge=1)] = option(3, "Number of timed repeats per engine.")
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __post_init__(self) -> None:
         for name in self.sets:
             check_set(name)
 
@@ -258,7 +265,7 @@ def page(rows, options, texts):
     return "\n\n".join(part.strip() for part in parts)
 
 
-@benchmark("Precisions and engines on the CPU", PrecisionsArguments)
+@benchmark("Precisions and engines on the CPU", PrecisionsOptions)
 def main(options, small=None):
     """Every engine; `small` replaces configuration fields (tests)."""
     files = Files(Path(options.files))

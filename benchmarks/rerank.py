@@ -17,9 +17,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from msgspec import Meta
 from sentence_transformers import CrossEncoder
 from transformers import (
     AutoTokenizer,
@@ -29,9 +31,9 @@ from transformers import (
     ModernBertForSequenceClassification,
 )
 
-from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForSequenceClassification
@@ -53,17 +55,27 @@ WORKS = {
 }
 
 
-@dataclass
-class RerankBenchmark(Arguments):
+@dataclass(frozen=True)
+class RerankOptions(OptionGroup):
     """Options of `python -m benchmarks.rerank`."""
 
-    output: str = option("results/rerank", "path of the result without its ending")
-    layers: int = option(6, least=1)
-    hidden: int = option(384, "width; a head has 64", least=64)
-    queries: int = option(3, "each with 20 passages, which are also the texts", least=1)
-    works: list[str] = option(default_factory=lambda: list(WORKS), choices=tuple(WORKS))
-    repeats: int = option(5, "each model takes its turn in every one", least=1)
-    threads: int = option(1, "of torch", least=1)
+    title = "Options"
+
+    output: str = option("results/rerank", "Result files, PATH.json and PATH.md.", metavar="PATH")
+    layers: Annotated[int, Meta(ge=1)] = option(6, "Number of layers.")
+    hidden: Annotated[int, Meta(ge=64)] = option(
+        384, "Hidden size. The size of an attention head is 64."
+    )
+    queries: Annotated[int, Meta(ge=1)] = option(
+        3, "Number of queries with 20 passages each. The passages are the texts to classify."
+    )
+    works: list[Literal[tuple(WORKS)]] = option(  # type: ignore[valid-type]
+        help="Workloads to measure.", default_factory=lambda: list(WORKS)
+    )
+    repeats: Annotated[int, Meta(ge=1)] = option(
+        5, "Number of timed repeats, in which the models take turns."
+    )
+    threads: Annotated[int, Meta(ge=1)] = option(1, "Number of CPU threads.")
 
 
 def make_models(folder, layers, hidden):
@@ -179,7 +191,7 @@ def page(given, rows, difference):
     return "\n\n".join(line.strip() for line in lines)
 
 
-@benchmark("Rerankers and classifiers on the CPU", RerankBenchmark)
+@benchmark("Rerankers and classifiers on the CPU", RerankOptions)
 def main(given):
     """Every set of texts, and what packing changes in the logits."""
     texts = make_texts(given.queries)

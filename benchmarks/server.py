@@ -24,13 +24,15 @@ from base64 import b64decode
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import psutil
+from msgspec import Meta
 
-from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError, one_line
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import markdown_table
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.throughput.timing import between, quartiles
@@ -71,16 +73,24 @@ SERVERS = {
 }
 
 
-@dataclass
-class ServerBenchmark(Arguments):
+@dataclass(frozen=True)
+class ServerOptions(OptionGroup):
     """Options of `python -m benchmarks.server`."""
 
-    output: str = option("results/server", "path of the result without its ending")
-    work: str = option(".cache/engines", "where infinity/ and vllm/ are installed")
-    servers: list[str] = option(default_factory=lambda: list(SERVERS), choices=tuple(SERVERS))
-    clients: list[int] = option(default_factory=lambda: [1, 8, 32], help="at once", least=1)
-    texts: int = option(300, "of a round", least=1)
-    rounds: int = option(5, least=1)
+    title = "Options"
+
+    output: str = option("results/server", "Result files, PATH.json and PATH.md.", metavar="PATH")
+    work: str = option(
+        ".cache/engines", "Directory in which infinity/ and vllm/ are installed.", metavar="PATH"
+    )
+    servers: list[Literal[tuple(SERVERS)]] = option(  # type: ignore[valid-type]
+        help="Servers to measure.", default_factory=lambda: list(SERVERS)
+    )
+    clients: list[Annotated[int, Meta(ge=1)]] = option(
+        help="Numbers of concurrent clients.", default_factory=lambda: [1, 8, 32]
+    )
+    texts: Annotated[int, Meta(ge=1)] = option(300, "Number of requests per round.")
+    rounds: Annotated[int, Meta(ge=1)] = option(5, "Number of rounds, in which servers take turns.")
 
 
 @contextlib.contextmanager
@@ -225,7 +235,7 @@ def page(given, rounds, agreed):
     return "\n\n".join(line.strip() for line in lines)
 
 
-@benchmark("Servers of embeddings on the CPU", ServerBenchmark)
+@benchmark("Servers of embeddings on the CPU", ServerOptions)
 def main(given):
     """Every server, in turns."""
     work = Path(given.work).resolve()

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.quantization import quantize_embeddings
 
-from neobert.common.arguments import option
 from neobert.common.commands import guarded
 from neobert.common.identity import model_digest
+from neobert.common.options import option
 from neobert.common.results import markdown_table
 
 from .measuring import ROOT, benchmark
 from .open_text import (
-    OpenTextArguments,
+    OpenTextOptions,
     corpus,
     figures,
     find_teacher,
@@ -33,14 +32,22 @@ from .open_text import (
 )
 
 
+try:
+    from sentence_transformers.util.quantization import quantize_embeddings
+except ImportError:  # Versions before 5.2 have the function elsewhere.
+    from sentence_transformers.quantization import quantize_embeddings
+
+
 BEST = 40  # texts that are scored anew: four times ten, as sentence-transformers has it
 
 
-@dataclass
-class SmallVectorsArguments(OpenTextArguments):
+@dataclass(frozen=True)
+class SmallVectorsOptions(OpenTextOptions):
     """Options of `python -m benchmarks.small_vectors`."""
 
-    output: str = option("results/small_vectors", "path of the result without its ending")
+    output: str = option(
+        "results/small_vectors", "Result files, PATH.json and PATH.md.", metavar="PATH"
+    )
 
 
 def words_and_definitions(queries=1000):
@@ -153,7 +160,7 @@ def page(sizes, found, tests, digest):
     return "\n\n".join(parts)
 
 
-@benchmark("Small vectors", SmallVectorsArguments)
+@benchmark("Small vectors", SmallVectorsOptions)
 def main(arguments):
     """The bundled encoder and its teacher on every test."""
     folders = {"ours": arguments.model, "teacher": find_teacher(arguments.teacher)}

@@ -20,13 +20,15 @@ import statistics
 import sys
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 from tqdm import tqdm
 
-from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
 from neobert.common.measures import PeakMemory
+from neobert.common.options import OptionGroup, option
 from neobert.common.results import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
@@ -41,32 +43,36 @@ WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logi
 MASK = 103  # [MASK] of the bundled tokenizer
 
 
-@dataclass
-class TrainingArguments(Arguments):
+@dataclass(frozen=True)
+class TrainingOptions(OptionGroup):
     """Options of `python -m benchmarks.training`."""
 
-    output: str = option("results/training_cpu", "path of the result without its ending")
-    ways: list[str] = option(
-        help="what is compared", default_factory=lambda: list(WAYS), choices=tuple(WAYS)
+    title = "Options"
+
+    output: str = option(
+        "results/training_cpu", "Result files, PATH.json and PATH.md.", metavar="PATH"
+    )
+    ways: list[Literal["packed", "padded"]] = option(
+        help="Batch layouts to compare.", default_factory=lambda: list(WAYS)
     )
     sets: list[str] = option(
-        help="text lengths, as in neobert throughput", default_factory=lambda: ["short"]
+        help="Workloads, as in `neobert throughput`.", default_factory=lambda: ["short"]
     )
-    dtypes: list[str] = option(
-        help="bfloat16: autocast over float32 weights",
+    dtypes: list[Literal["float32", "bfloat16"]] = option(
+        help="Precisions. bfloat16 is autocast over float32 weights.",
         default_factory=lambda: ["float32"],
-        choices=("float32", "bfloat16"),
     )
-    device: str = option("cpu", choices=("cpu", "cuda"))
-    hidden: int = option(256, "width", least=64)
-    layers: int = option(6, least=1)
-    tokens: int = option(1536, "real tokens of a step", least=1)
-    steps: int = option(4, "timed steps of a run", least=1)
-    repeats: int = option(3, "runs of each way", least=1)
-    threads: int = option(default_factory=torch.get_num_threads, least=1)
+    device: Literal["cpu", "cuda"] = option("cpu", "Device.")
+    hidden: Annotated[int, Meta(ge=64)] = option(256, "Hidden size.")
+    layers: Annotated[int, Meta(ge=1)] = option(6, "Number of layers.")
+    tokens: Annotated[int, Meta(ge=1)] = option(1536, "Non-padding tokens per step.")
+    steps: Annotated[int, Meta(ge=1)] = option(4, "Number of timed steps per run.")
+    repeats: Annotated[int, Meta(ge=1)] = option(3, "Number of runs per layout.")
+    threads: Annotated[int, Meta(ge=1)] = option(
+        default_factory=torch.get_num_threads, help="Number of CPU threads."
+    )
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __post_init__(self) -> None:
         for name in self.sets:
             check_set(name)
 
@@ -90,7 +96,7 @@ def measure(options, name, dtype, way):
     """Trains, in a process of its own.
 
     Args:
-        options: `TrainingArguments`.
+        options: `TrainingOptions`.
         name, dtype, way: of `options.sets`, `options.dtypes` and `WAYS`.
     Returns:
         dict: losses, seconds, real tokens and needed operations of each timed step, the matrix
@@ -195,7 +201,7 @@ def table(rows):
     return markdown_table(f"{header}, {more}".split(", "), lines)
 
 
-@benchmark("Training steps", TrainingArguments)
+@benchmark("Training steps", TrainingOptions)
 def main(options):
     """Every set, dtype and way, in turns."""
     runs = {case: [] for case in itertools.product(options.sets, options.dtypes, options.ways)}

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
-from .arguments import nearest
 from .constants import PACKAGE
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
 from .measures import best_times, one_thread
+from .options import suggestion
 
 
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
@@ -213,5 +213,5 @@ def check_model_fields(fields, where):
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in fields:
         if name not in known:
-            close = nearest(name, known, otherwise="NeoBERTConfig lists the fields")
-            raise UserError(f"{where} has an unknown field {name!r}{close}")
+            hint = suggestion(name, known, known="NeoBERTConfig lists the fields.")
+            raise UserError(f"`{where}` has the unknown field {name!r}.{hint}")

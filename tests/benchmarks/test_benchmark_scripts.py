@@ -13,7 +13,7 @@ import torch
 from benchmarks import memory, rerank, server, small_vectors, training
 from benchmarks.measuring import in_a_process
 from benchmarks.memory import CONTRACT
-from benchmarks.training import TrainingArguments, draw_batch, forward_operations
+from benchmarks.training import TrainingOptions, draw_batch, forward_operations
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
 from neobert.throughput import timing
@@ -45,7 +45,7 @@ def test_a_process_of_its_own():
     )
     with pytest.raises(FileNotFoundError):
         in_a_process(os.listdir, "/no/such/folder")
-    with pytest.raises(UserError, match="process was killed"):
+    with pytest.raises(UserError, match="was killed, most likely"):
         in_a_process(os._exit, 9)
 
 
@@ -58,7 +58,7 @@ def test_a_script_ends_with_exit_code_2_for_bad_input():
     assert run.returncode == 2
     # Some libraries talk while they are imported.
     last = run.stderr.splitlines()[-1]
-    assert last.endswith(".memory: unknown argument '--layer'; did you mean --layers?")
+    assert last.endswith(".memory: unknown option '--layer'. Did you mean --layers?")
     assert "Traceback" not in run.stderr
 
 
@@ -107,7 +107,7 @@ def test_memory_of_one_forward():
     once, at most a few times that."""
     growth = in_a_process(
         memory.measure,
-        memory.MemoryArguments(device="cpu", threads=1),
+        memory.MemoryOptions(device="cpu", threads=1),
         *("neobert", "sdpa", 512, 1),
         variables={"MALLOC_MMAP_THRESHOLD_": "131072"},
     )
@@ -151,7 +151,7 @@ def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
 
 def tiny_steps(way="packed", dtype="float32"):
     shape = {"tokens": 100, "steps": 2, "hidden": 64, "layers": 1, "threads": 1}
-    return training.measure(TrainingArguments(**shape), "short", dtype, way)
+    return training.measure(TrainingOptions(**shape), "short", dtype, way)
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():

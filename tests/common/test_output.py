@@ -3,11 +3,10 @@ differ, one process at a time, final files by rename, the result last. For whole
 test_contract.py."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
-from neobert.common.arguments import option
 from neobert.common.errors import UserError
 from neobert.common.files import read_json
 from neobert.common.output import Output, differences, run_settings
@@ -17,8 +16,8 @@ from neobert.common.output import Output, differences, run_settings
 class Options:
     """Options of a command."""
 
-    rate: float = option(0.1)
-    output: str = option("x", free=True)
+    rate: float = 0.1
+    output: str = field(default="x", metadata={"free": True})
 
 
 def files(folder):

@@ -676,7 +676,7 @@ BAD = {
         "at least 3 held-out texts are needed",
     ),
     "two students": ({"init_from": "x"}, "names an existing one. Remove one"),
-    "a config's field": ({"model_config": {"nope": 1}}, "has an unknown field 'nope'"),
+    "a config's field": ({"model_config": {"nope": 1}}, "has the unknown field 'nope'"),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
 }
 

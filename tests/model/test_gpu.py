@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import gpu, memory, training
 from benchmarks.gpu import targets
-from neobert.common.arguments import Options
+from benchmarks.measuring import option_parser
 from neobert.throughput.options import OPTIONS
 
 
@@ -82,20 +82,17 @@ def test_a_step_that_fails_ends_alone_and_is_done_in_the_next_call(script):
 def test_commands_have_the_options_that_they_are_given(script):
     options = {
         "neobert": OPTIONS["throughput"],
-        "benchmarks.memory": Options("", "", (memory.MemoryArguments,)),
-        "benchmarks.training": Options("", "", (training.TrainingArguments,)),
+        "benchmarks.memory": option_parser("memory", "", memory.MemoryOptions),
+        "benchmarks.training": option_parser("training", "", training.TrainingOptions),
     }
     for rehearse in (["--rehearse"], []):
         _, calls, _ = script("nothing", *rehearse)
         read = []
         for _, module, *words in map(shlex.split, calls):
             if module in options:
-                options_read = options[module].read(words[words[:1] == ["throughput"] :])
-                read += options_read if isinstance(options_read, list) else [options_read]
+                read.append(options[module].read(words[words[:1] == ["throughput"] :]))
         assert len(read) == 7
-        devices = {
-            given.device for given in read if "throughput" not in type(given).__name__.lower()
-        }
+        devices = {parsed.group.device for parsed in read if hasattr(parsed, "group")}
         assert devices == ({"cpu"} if rehearse else {"cuda"})
 
 
