@@ -1,0 +1,110 @@
+"""Check that the training commands of the README, with their default options, learn something.
+
+Each command is run as a process on text that is not the project's (docstrings of installed
+packages), and its result must beat its baseline and print no warning.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.docstrings import Docstring, read_docstrings
+from helpers.paths import ROOT
+
+
+pytestmark = pytest.mark.slow
+ENCODER = ROOT / "examples" / "sentence-encoder"
+NUM_TEST_ROWS = 300
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> list[Docstring]:
+    return read_docstrings(per_package=300)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(*arguments: object, folder: Path) -> str:
+    """Run `neobert` in a folder and return its output; warnings about the result are refused."""
+    process = subprocess.run(
+        [sys.executable, "-m", "neobert", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    for problem in ("not better than", "single class", "agrees little"):
+        assert problem not in process.stderr + process.stdout
+    return process.stdout
+
+
+def test_contrastive_beats_its_start_and_tfidf(docstrings, tmp_path):
+    pairs = [{"anchor": text.summary, "positive": text.name} for text in docstrings]
+    write_rows(tmp_path / "pairs.jsonl", pairs[:-NUM_TEST_ROWS])
+    write_rows(tmp_path / "test.jsonl", pairs[-NUM_TEST_ROWS:])
+    run(
+        *("contrastive", "--model", ENCODER, "--pairs", "pairs.jsonl"),
+        *("--validation-file", "test.jsonl", "--output", "runs/mine"),
+        folder=tmp_path,
+    )
+    result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
+    validation = result["training"]["validation"]
+    after = validation["after"]["mrr@10"]
+    assert after > validation["before"]["mrr@10"] + 0.02
+    assert after > validation["tf-idf"]["mrr@10"]
+
+
+def test_a_student_beats_its_start(docstrings, tmp_path):
+    (tmp_path / "texts.txt").write_text(
+        "\n".join(text.summary for text in docstrings[:-NUM_TEST_ROWS]), encoding="utf-8"
+    )
+    pairs = [{"anchor": text.summary, "positive": text.name} for text in docstrings]
+    write_rows(tmp_path / "test.jsonl", pairs[-NUM_TEST_ROWS:])
+    run(
+        *("distill", ENCODER, "--texts", "texts.txt"),
+        *("--validation-file", "test.jsonl", "--output", "runs/student"),
+        folder=tmp_path,
+    )
+    figures = json.loads((tmp_path / "runs" / "student" / "figures.json").read_text())
+    comparison = figures["comparison"]
+    student, start = comparison["student"], comparison["start"]
+    assert student["mrr@10"] > start["mrr@10"] + 0.02, (student, start)
+
+
+def test_adaptation_lowers_the_bits_per_character(bundled, docstrings, tmp_path):
+    rows = [{"text": text.summary} for text in docstrings]
+    write_rows(tmp_path / "mine.jsonl", rows[:-NUM_TEST_ROWS])
+    write_rows(tmp_path / "validation.jsonl", rows[-NUM_TEST_ROWS:])
+    run(
+        *("pretrain", ROOT / "recipes" / "adapt_domain.yaml", "--init-from", bundled),
+        *("--dataset", "mine.jsonl", "--validation", "validation.jsonl"),
+        *("--output", "runs/adapted"),
+        folder=tmp_path,
+    )
+    table = (tmp_path / "runs" / "adapted" / "adaptation.md").read_text(encoding="utf-8")
+    (row,) = [line for line in table.splitlines() if line.startswith("| bits per character")]
+    assert float(row.split("|")[-2]) < -0.3, table
+
+
+def test_a_classifier_beats_majority_and_tfidf(docstrings, tmp_path):
+    numeric = ("torch", "numpy", "scipy", "sklearn")
+    rows = [
+        {"sentence": text.summary, "label": int(text.package in numeric)}
+        for text in docstrings
+        if text.package != "stdlib"
+    ]
+    folder = tmp_path / "my_folder" / "sst2"
+    write_rows(folder / "train.jsonl", rows[:-NUM_TEST_ROWS])
+    write_rows(folder / "validation.jsonl", rows[-NUM_TEST_ROWS:])
+    run("glue", "--task", "sst2", "--data", "my_folder", "--model", ENCODER, folder=tmp_path)
+    (result,) = (tmp_path / "runs" / "glue").rglob("result.json")
+    print(result.read_text())
