@@ -16,9 +16,11 @@ from typing import Any
 
 import matplotlib
 
+from neobert.common.environment import environment
 from neobert.common.files import read_json
-from neobert.common.results import environment, markdown_table, write_result
+from neobert.common.results import write_result
 from neobert.common.scripts import run_script
+from neobert.common.tables import markdown_table
 from neobert.contrastive import command
 
 

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from neobert.common.commands import guarded
+from neobert.common.environment import environment_line
 from neobert.common.files import read_json
-from neobert.common.results import environment_line, markdown_table
+from neobert.common.tables import markdown_table
 from neobert.throughput.command import ratios
 
 

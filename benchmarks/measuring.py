@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 
+from neobert.common.environment import environment
 from neobert.common.errors import UserError
 from neobert.common.options import OptionGroup, OptionParser
-from neobert.common.results import environment, write_result
+from neobert.common.results import write_result
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from neobert.common.commands import guarded
 from neobert.common.measures import PeakMemory
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 from neobert.throughput.models import IMPLEMENTATIONS, build, make_batch
 
 from .measuring import benchmark, in_a_process, mib

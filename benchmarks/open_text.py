@@ -35,10 +35,12 @@ from msgspec import Meta
 
 from neobert.common.commands import guarded
 from neobert.common.data import fraction
+from neobert.common.environment import environment
 from neobert.common.errors import UserError, require
 from neobert.common.identity import model_digest
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import environment, markdown_table, write_result
+from neobert.common.results import write_result
+from neobert.common.tables import markdown_table
 
 from .engines import Llama
 from .local_text import Row, deb_files, python_rows

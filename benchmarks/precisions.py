@@ -31,7 +31,7 @@ from neobert.common.errors import UserError, one_line
 from neobert.common.loading import load_tokenizer
 from neobert.common.measures import PeakMemory
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 from neobert.throughput.models import draw_lengths
 from neobert.throughput.options import check_set
 from neobert.throughput.timing import MatrixProduct, between, quartiles, timed

@@ -34,7 +34,7 @@ from transformers import (
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForSequenceClassification
 from neobert.throughput.timing import CLOCKS, between, in_turns, ratio

@@ -33,7 +33,7 @@ from msgspec import Meta
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError, one_line
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.throughput.timing import between, quartiles
 

@@ -19,7 +19,7 @@ from sentence_transformers import SentenceTransformer
 from neobert.common.commands import guarded
 from neobert.common.identity import model_digest
 from neobert.common.options import option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 
 from .measuring import ROOT, benchmark
 from .open_text import (

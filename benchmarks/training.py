@@ -29,7 +29,7 @@ from tqdm import tqdm
 from neobert.common.commands import guarded
 from neobert.common.measures import PeakMemory
 from neobert.common.options import OptionGroup, option
-from neobert.common.results import markdown_table
+from neobert.common.tables import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.throughput.models import draw_lengths, flops, make_batch

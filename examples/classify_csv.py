@@ -31,12 +31,13 @@ from transformers import (
 )
 
 from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.environment import shorten_path
 from neobert.common.errors import UserError
 from neobert.common.folders import check_new, new_folder
 from neobert.common.loading import check_model
 from neobert.common.model_card import base_model, front_matter, licence, read_card
-from neobert.common.results import markdown_table, shown
 from neobert.common.scripts import run_script
+from neobert.common.tables import markdown_table
 from neobert.finetuning.baselines import fit_baselines, value_and_error
 
 
@@ -234,9 +235,9 @@ def write_card(
     )
     table = markdown_table(["model", "accuracy"], accuracy_rows(accuracies))
     text = (
-        f"\n# {Path(args.output).name}\n\nA text classifier, fine-tuned from `{shown(args.model)}` "
-        f"with `examples/classify_csv.py`.\n\nAccuracy on {test_rows:,} test rows, ± standard "
-        f"error:\n\n{table}"
+        f"\n# {Path(args.output).name}\n\nA text classifier, fine-tuned from "
+        f"`{shorten_path(args.model)}` with `examples/classify_csv.py`.\n\nAccuracy on "
+        f"{test_rows:,} test rows, ± standard error:\n\n{table}"
     )
     (folder / "README.md").write_text(metadata + text, encoding="utf-8")
 

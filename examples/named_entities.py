@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.environment import shorten_path
 from neobert.common.errors import UserError
 from neobert.common.folders import check_new, new_folder
 from neobert.common.loading import check_model
 from neobert.common.model_card import base_model, front_matter, licence, read_card
-from neobert.common.results import shown
 from neobert.common.scripts import load_rows, run_script
 
 
@@ -194,7 +194,7 @@ def write_card(folder: Path, args: argparse.Namespace, metrics: dict[str, float]
     )
     text = (
         f"\n# {Path(args.output).name}\n\nA tagger of named entities, fine-tuned from "
-        f"`{shown(args.model)}` with `examples/named_entities.py`.\n\nEntity F1 on "
+        f"`{shorten_path(args.model)}` with `examples/named_entities.py`.\n\nEntity F1 on "
         f"{metrics['test_rows']:,} test sentences: {metrics['f1']:.3f} ± "
         f"{metrics['standard_error']:.3f}. The most frequent tag of every word has "
         f"{metrics['baseline_f1']:.3f} ± {metrics['baseline_standard_error']:.3f}.\n"

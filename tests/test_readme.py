@@ -24,7 +24,7 @@ from test_pages import options_of
 from tools import sync
 
 from neobert.cli import COMMANDS
-from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
+from neobert.common.published import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 
 
 ROOT = Path(__file__).resolve().parent.parent

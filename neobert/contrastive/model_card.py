@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.environment import shorten_path
 from ..common.errors import printable
 from ..common.files import write_text
 from ..common.model_card import base_model, front_matter, licence, read_card
-from ..common.results import markdown_table, shown
+from ..common.tables import markdown_table
 from ..evaluation.retrieval import METRICS
 from .data import PairSource
 from .options import ContrastiveOptions
@@ -67,7 +68,7 @@ def write_card(
     text = f"""
 # {name}
 
-A sentence encoder: `{printable(shown(start))}` after {summary["steps"]:,} steps of contrastive training with [sentence-transformers](https://sbert.net).
+A sentence encoder: `{printable(shorten_path(start))}` after {summary["steps"]:,} steps of contrastive training with [sentence-transformers](https://sbert.net).
 Texts are truncated to {length}.
 
 ```python

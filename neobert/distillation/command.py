@@ -29,7 +29,7 @@ from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.packing import compile_blocks, uncompile_blocks
-from ..common.results import markdown_table
+from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, spent
@@ -206,7 +206,7 @@ class Distillation:
         encoder = teacher.sentence_transformer
         has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
         student_options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
-        student = build_student(model, student_options, encoder, teacher.width)
+        student = build_student(model, student_options, encoder, teacher.embedding_dimension)
         with training.main_process_first(desc="teacher embeddings"):
             embeddings, sets, table = embed_texts(
                 self.options, has_teacher_start, self.texts, teacher

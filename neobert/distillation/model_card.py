@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.environment import shorten_path
 from ..common.files import write_text
 from ..common.model_card import base_model, front_matter
-from ..common.results import markdown_table, shown
+from ..common.tables import markdown_table
 from ..evaluation.retrieval import METRICS
 from .data import TextSource
 from .options import DistillOptions
@@ -67,7 +68,7 @@ def write_card(
     text = f"""
 # {name}
 
-A NeoBERT sentence encoder (arXiv 2502.19587) distilled from `{shown(options.model.teacher)}`.
+A NeoBERT sentence encoder (arXiv 2502.19587) distilled from `{shorten_path(options.model.teacher)}`.
 
 ```python
 from sentence_transformers import SentenceTransformer

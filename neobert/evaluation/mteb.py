@@ -18,13 +18,14 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
+from ..common.environment import environment
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.folders import check_folder
 from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.options import log_options
-from ..common.results import check_result_files, environment
+from ..common.results import check_result_files
 from ..embeddings.instructions import read_instructions as read_instruction_file
 from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
@@ -185,7 +186,7 @@ class PackedModel(AbsEncoder):
         texts = [text for batch in inputs for text in batch["text"]]
         return self.encoder.encode(
             texts,
-            self.prompt(task_metadata, prompt_type),
+            prompt=self.prompt(task_metadata, prompt_type),
             show_progress_bar=kwargs.get("show_progress_bar", True),
         )
 

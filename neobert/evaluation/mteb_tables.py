@@ -8,7 +8,9 @@ from typing import Any
 import mteb
 
 from ..common.files import write_text
-from ..common.results import MTEB, MTEB_NOTE, MTEB_TYPES, earlier_result, markdown_table
+from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
+from ..common.results import earlier_result
+from ..common.tables import markdown_table
 from ..embeddings.instructions import TEMPLATE
 from .options import BENCHMARKS, PAPER_BENCHMARK
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import pandas
 
+from ..common.environment import environment
 from ..common.files import read_json
-from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table, write_result
+from ..common.published import GLUE, GLUE_NOTE
+from ..common.results import write_result
+from ..common.tables import markdown_table
 from .baselines import MAX_TRAIN_ROWS
 from .tasks import TASKS
 

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..common.environment import environment
 from ..common.errors import one_line
 from ..common.folders import check_new
 from ..common.measures import PeakMemory
 from ..common.options import log_options
-from ..common.results import environment, markdown_table, write_result
+from ..common.results import write_result
+from ..common.tables import markdown_table
 from .models import build, draw_lengths, flops, lengths_of_file, make_batch
 from .options import OPTIONS, Plan
 from .timing import CLOCKS, MatrixProduct, between, in_turns, ratio

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainingArguments
 
+from ..common.environment import environment
 from ..common.files import read_json
 from ..common.output import Output
-from ..common.results import environment
 from .checkpoints import (
     RunTrainer,
     claim,

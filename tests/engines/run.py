@@ -26,11 +26,13 @@ import torch
 from benchmarks.engines import Llama
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.constants import TOKENIZER
+from neobert.common.environment import environment
 from neobert.common.errors import UserError, one_line
 from neobert.common.files import read_json
 from neobert.common.loading import load_tokenizer
 from neobert.common.pooling import write_sentence_transformers
-from neobert.common.results import environment, markdown_table, write_result
+from neobert.common.results import write_result
+from neobert.common.tables import markdown_table
 from neobert.export import command as export_command
 from neobert.export import onnx, openvino
 from neobert.export.check import SENTENCES

@@ -30,7 +30,7 @@ from benchmarks.local_text import is_held_out
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
-from neobert.common.results import MTEB, MTEB_TYPES
+from neobert.common.published import MTEB, MTEB_TYPES
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.evaluation.mteb import (
     PackedModel,
@@ -269,7 +269,7 @@ def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
 @pytest.mark.parametrize("name", ["tiny.json", "table.md"])
 def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
     (tmp_path / name).write_text("[]")
-    with pytest.raises(UserError, match=f"{name} was not made by neobert mteb"):
+    with pytest.raises(UserError, match=f"{name} was not written by `neobert mteb`"):
         run(model_folder, tmp_path, "TinySTS")
     assert (tmp_path / name).read_text() == "[]"
 

@@ -10,7 +10,7 @@ from helpers.jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.common.files import write_json
-from neobert.common.results import GLUE
+from neobert.common.published import GLUE
 from neobert.finetuning import command as glue
 from neobert.finetuning import table as glue_table
 from neobert.finetuning import trainer as glue_run
@@ -156,7 +156,7 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
 def test_tables_of_others_are_not_replaced(world, tmp_path):
     for name in ("table.md", "table.json"):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(UserError, match="was not made by neobert glue"):
+        with pytest.raises(UserError, match="was not written by `neobert glue`"):
             run(world, tmp_path)
         assert (tmp_path / name).read_text() == "{}"
         (tmp_path / name).unlink()

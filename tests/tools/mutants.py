@@ -141,7 +141,8 @@ def main():
             if not failed:
                 survivors.append(mutant.name)
     # The package is imported last: the forks above must import their own, broken copy.
-    from neobert.common import results
+    from neobert.common.environment import environment
+    from neobert.common.tables import markdown_table
 
     killed = len(mutants) - len(survivors)
     text = "\n\n".join(
@@ -149,10 +150,10 @@ def main():
             "# Mutants",
             "The code is broken in one place at a time; the tests run until one has failed. "
             "Written by `python tests/tools/mutants.py`.",
-            results.markdown_table(["file", "mutant", "killed by"], rows),
+            markdown_table(["file", "mutant", "killed by"], rows),
             f"Without a mutant: {control}. Killed: {killed} of {len(mutants)}.",
-            results.markdown_table(
-                ["run", ""], [[name, str(value)] for name, value in results.environment().items()]
+            markdown_table(
+                ["run", ""], [[name, str(value)] for name, value in environment().items()]
             ),
         )
     )

@@ -9,7 +9,9 @@ import torch
 
 import native
 import neobert
-from neobert.common.results import environment, markdown_table, write_result
+from neobert.common.environment import environment
+from neobert.common.results import write_result
+from neobert.common.tables import markdown_table
 from neobert.throughput.models import draw_lengths
 from neobert.throughput.timing import CLOCKS, between, in_turns, quartiles, ratio
 
