@@ -1,5 +1,4 @@
-"""What every command does around its work: whatever goes wrong becomes one sentence and an exit
-code."""
+"""Frame of every command: logging, exit codes, and errors as one sentence."""
 
 import logging
 import os
@@ -7,11 +6,12 @@ import re
 import select
 import sys
 import traceback
+from collections.abc import Callable
 
 from .errors import LONGEST, Stopped, UserError, one_line, printable, shortened
 
 
-# Messages of a full disk: of the system, of Rust code, of torch.save and of numpy's tofile.
+# Messages of a full disk: from the system, from Rust code, from torch.save and numpy's tofile.
 _DISK_FULL = (
     "No space left on device|Disk quota exceeded|os error (28|122)|\\d requested and \\d+ written|"
     "PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|iostream error|"
@@ -19,20 +19,43 @@ _DISK_FULL = (
 )
 
 
-def _in_words(error):
-    """The sentence about an exception that ended a command."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted; run the same command again to continue"
-    text = " ".join(map(str, error.args))  # str() of an OSError with a file name leaves them out
-    full, name = re.search(_DISK_FULL, text), getattr(error, "filename", None)
-    if full or (isinstance(error, OSError) and error.errno is not None):
-        reason = "no space is left on the disk" if full else error.strerror or one_line(error)
-        return reason if name is None else f"{name}: {reason}"
-    if isinstance(error, ImportError):
-        return one_line(error, LONGEST)
-    return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
+def guarded(name: str, run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code. An error is printed as one sentence.
+
+    With NEOBERT_DEBUG=1 the traceback is printed as well.
+
+    Args:
+        name: Name of the command in messages.
+        run: Function that returns the exit code, or None for 0.
+
+    Returns:
+        The exit code of `run`; 2 after an error, 130 after an interrupt, 141 if stdout is closed,
+        143 after SIGTERM.
+    """
+    setup_logging()
+    try:
+        code = run() or 0
+        # A closed pipe is noticed here, and not when the interpreter exits.
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError as error:
+        if _stdout_is_closed():
+            # The exit code of a process that SIGPIPE ends.
+            return 141
+        print(f"{name}: {_message(error)}", file=sys.stderr)
+        return 2
+    except SystemExit:
+        raise
+    except Stopped as stopped:
+        if str(stopped):
+            print(f"{name}: {printable(stopped)}", file=sys.stderr)
+        return 143
+    # A panic of Rust code is not an Exception.
+    except BaseException as error:
+        if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        print(f"{name}: {shortened(printable(_message(error)), LONGEST)}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
 
 
 def setup_logging() -> None:
@@ -46,10 +69,36 @@ def setup_logging() -> None:
     logging.getLogger("neobert").setLevel(logging.INFO if is_main else logging.ERROR)
 
 
-def _stdout_is_closed() -> bool:
-    """Return whether the reader of stdout is gone, as in `neobert --help | head -1`.
+def _message(error: BaseException) -> str:
+    """Return the sentence about an exception that ended a command."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted. Run the same command again to resume."
 
-    What is left to print is then discarded, so that the interpreter does not fail on it at its end.
+    # str() of an OSError with a file name leaves out the other arguments.
+    text = " ".join(map(str, error.args))
+    disk_is_full = re.search(_DISK_FULL, text) is not None
+    if disk_is_full or (isinstance(error, OSError) and error.errno is not None):
+        if disk_is_full:
+            reason = "no space is left on the disk"
+        else:
+            reason = getattr(error, "strerror", None) or one_line(error)
+        path = getattr(error, "filename", None)
+        return f"{reason}." if path is None else f"{path}: {reason}."
+
+    if isinstance(error, ImportError):
+        return f"{one_line(error, LONGEST)}."
+    return (
+        f"unexpected {type(error).__name__}: {one_line(error)}. Set NEOBERT_DEBUG=1 to see the "
+        "traceback."
+    )
+
+
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout has exited, as in `neobert --help | head -1`.
+
+    Further output is then discarded, so that the interpreter does not fail when it exits.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
@@ -57,37 +106,3 @@ def _stdout_is_closed() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
-
-
-def guarded(name, run):
-    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
-    NEOBERT_DEBUG=1 shows the traceback as well.
-
-    Args:
-        name: the command as messages name it.
-        run: function without arguments; returns an exit code, or None for 0.
-    Returns:
-        What `run` returns; 2 after an error, 130 after an interrupt, 141 if stdout is closed, 143
-        after SIGTERM.
-    """
-    setup_logging()
-    try:
-        code = run() or 0
-        sys.stdout.flush()  # a closed pipe is noticed here and not when the interpreter ends
-        return code
-    except BrokenPipeError as error:
-        if _stdout_is_closed():
-            return 141  # as of a process that SIGPIPE ends
-        print(f"{name}: {_in_words(error)}", file=sys.stderr)
-        return 2
-    except SystemExit:
-        raise
-    except Stopped as stopped:
-        if str(stopped):
-            print(f"{name}: {printable(stopped)}", file=sys.stderr)
-        return 143
-    except BaseException as error:  # a panic of Rust code is not an Exception
-        if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
-            traceback.print_exc()
-        print(f"{name}: {shortened(printable(_in_words(error)), LONGEST)}", file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 2

@@ -1,83 +1,100 @@
-"""UserError, and escaping of untrusted text: bad input is one sentence for the user."""
+"""Errors that are shown to the user as one sentence, and escaping of untrusted text."""
 
 import importlib.util
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from packaging.version import Version
 
 
+# Maximum length of a message in characters.
 LONGEST = 4000
 
 
-def printable(text):
-    """`text` with control characters and other unprintable ones escaped: names in a stranger's file
-    must not steer the terminal."""
+def printable(text: object) -> str:
+    """Return text with control characters and other unprintable characters escaped.
+
+    Names in an untrusted file must not control the terminal.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def shortened(text, limit):
-    """`text` in at most `limit` characters."""
+def shortened(text: str, limit: int) -> str:
+    """Return text of at most `limit` characters, with an ellipsis if the text was longer."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class UserError(ValueError):
-    """Bad input: one sentence that says what was given, what is allowed, what to do. Commands print
-    it and exit with 2.
+    """Invalid input. Commands print the message and exit with code 2.
 
-    The sentence may quote a stranger's text: this is the one place where it is escaped and cut to a
-    readable length.
+    The message states the rule, the value that was given, and the remedy. The message may quote
+    untrusted text: it is escaped and shortened here.
     """
 
-    def __init__(self, message):
-        # torch raises the error of a loader's worker again with its traceback before it.
-        if str(message).startswith("Caught UserError in DataLoader worker"):
-            message = str(message).rstrip().rpartition("UserError: ")[2]
-        super().__init__(shortened(printable(message), LONGEST))
+    def __init__(self, message: object) -> None:
+        text = str(message)
+        # torch raises the error of a DataLoader worker again, preceded by the worker's traceback.
+        if text.startswith("Caught UserError in DataLoader worker"):
+            text = text.rstrip().rpartition("UserError: ")[2]
+        super().__init__(shortened(printable(text), LONGEST))
 
 
 class Stopped(Exception):
-    """A run that was asked to end and can go on later: one sentence, or none in the other processes
-    of the run.
+    """A run was stopped and can be resumed. Commands print the message and exit with code 143.
 
-    Commands print it and exit with 143, as a process does that SIGTERM ends.
+    The exit code is that of a process which SIGTERM ends. The message is empty in all processes of
+    a distributed run but the main process.
     """
 
 
-def one_line(error, limit=200):
-    """Another program's message on one line of at most `limit` characters, without its final stop,
-    to be part of a sentence of ours."""
+def one_line(error: object, limit: int = 200) -> str:
+    """Return the message of another library on one line, as a part of a sentence.
+
+    Args:
+        error: Exception or message.
+        limit: Maximum number of characters.
+    """
     text = printable(" ".join(str(error).split()))[:limit].rstrip(".")
-    return text if any(c.isalpha() for c in text) else f"{type(error).__name__} {text}".strip()
+    if any(c.isalpha() for c in text):
+        return text
+    # The message of KeyError(45) is "45".
+    return f"{type(error).__name__} {text}".strip()
 
 
-def listed(names, limit=20):
-    """`a, b, c and 4 more`; each name escaped and of at most 200 characters."""
+def listed(names: Iterable[object], limit: int = 20) -> str:
+    """Return names as "a, b, c and 4 more". Each name is escaped and shortened."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
 
 
-# Modules that another distribution brings than one of their name.
+# Modules whose distribution has another name.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 
 
-def require(extra, *modules):
-    """Checks that `modules` can be imported, in a version that will do.
+def require(extra: str, *modules: str) -> None:
+    """Check that modules are installed.
 
     Args:
-        extra: the extra of setup.cfg that brings them, "train" or "eval" for example.
-        modules: top-level module names; as "name>=1.2" where an older version lacks what is used.
+        extra: Extra of setup.cfg that installs the modules, such as "train" or "eval".
+        modules: Names of top-level modules, with the minimum version if there is one:
+            "sentence_transformers>=6".
+
     Raises:
-        ImportError: one sentence with the missing modules and the pip line that brings them.
+        ImportError: If a module is missing or too old. The message contains the command that
+            installs all of them.
     """
     missing = []
-    for name, least in (module.partition(">=")[::2] for module in modules):
-        is_there = importlib.util.find_spec(name) is not None
-        if not is_there or (least and Version(version(name)) < Version(least)):
-            name = _DISTRIBUTIONS.get(name, name.replace("_", "-"))
-            missing.append(f"'{name}>={least}'" if least else name)
+    for module in modules:
+        name, _, min_version = module.partition(">=")
+        is_installed = importlib.util.find_spec(name) is not None
+        if is_installed and (not min_version or Version(version(name)) >= Version(min_version)):
+            continue
+        distribution = _DISTRIBUTIONS.get(name, name.replace("_", "-"))
+        missing.append(f"'{distribution}>={min_version}'" if min_version else distribution)
+
     if missing:
         raise ImportError(
-            f"this needs what is not installed here: pip install {' '.join(missing)}, or pip "
-            f"install -e '.[{extra}]' in a clone"
+            f"a required package is not installed. Run `pip install {' '.join(missing)}`, or `pip "
+            f"install -e '.[{extra}]'` in a clone."
         )

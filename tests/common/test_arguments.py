@@ -322,6 +322,6 @@ def test_a_missing_extra_names_the_pip_line():
         with pytest.raises(ImportError) as error:
             require("train", "json", module)
         assert str(error.value) == (
-            f"this needs what is not installed here: pip install {name}, or pip install -e "
-            "'.[train]' in a clone"
+            f"a required package is not installed. Run `pip install {name}`, or `pip install -e "
+            "'.[train]'` in a clone."
         )

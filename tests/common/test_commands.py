@@ -32,25 +32,25 @@ def run(error, monkeypatch=None, debug=None):
     "error, message, code",
     [
         (UserError("give a file"), "give a file", 2),
-        (ImportError("this needs\n  x"), "this needs x", 2),
+        (ImportError("this needs\n  x"), "this needs x.", 2),
         (
             PermissionError(errno.EACCES, "Permission denied", "run/a.pt"),
-            "run/a.pt: Permission denied",
+            "run/a.pt: Permission denied.",
             2,
         ),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk", 2),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk.", 2),
         (
             RuntimeError("I/O error: No space left on device (os error 28)"),
-            "no space is left on the disk",
+            "no space is left on the disk.",
             2,
         ),
-        (KeyError("x"), "unexpected KeyError: 'x'; NEOBERT_DEBUG=1 shows where", 2),
+        (KeyError("x"), "unexpected KeyError: 'x'. Set NEOBERT_DEBUG=1 to see the traceback.", 2),
         (
             type("PanicException", (BaseException,), {})("oh"),
-            "unexpected PanicException: oh; NEOBERT_DEBUG=1 shows where",
+            "unexpected PanicException: oh. Set NEOBERT_DEBUG=1 to see the traceback.",
             2,
         ),
-        (KeyboardInterrupt(), "interrupted; run the same command again to continue", 130),
+        (KeyboardInterrupt(), "interrupted. Run the same command again to resume.", 130),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -92,8 +92,8 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
             raise OSError("Not enough free space to write 1024 bytes")
 
     assert guarded("x", write) == 2
-    expected = f"x: {tmp_path}/a.gguf: no space is left on the disk"
-    assert capsys.readouterr().err.strip().rstrip(".") == expected
+    expected = f"x: {tmp_path}/a.gguf: no space is left on the disk.\n"
+    assert capsys.readouterr().err == expected
     assert not list(tmp_path.iterdir())
 
 
