@@ -25,11 +25,12 @@ from ..common.loading import load_tokenizer
 from ..common.options import log_options
 from ..common.results import check_result_files, earlier_result
 from .data import task_baselines
+from .glue_run import check_sizes, fine_tune
 from .model import encoder_hidden_size
 from .options import OPTIONS, PRESET_HIDDEN_SIZE, GlueOptions, GlueRun, Hyperparameters
 from .table import finished_runs, write_tables
 from .tasks import Splits, Task, load_task, parse_tasks, rows_digest
-from .trainer import check_sizes, fine_tune, process_state
+from .trainer import process_state
 
 
 logger = logging.getLogger("neobert.glue")

@@ -1,11 +1,13 @@
-"""Encoder with a classification head, the model of a GLUE run."""
+"""Encoder with a classification head."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.errors import UserError, one_line
-from .tasks import Task
 
 
 # Names of the dropout before the classifier in the configurations of encoders.
@@ -26,20 +28,25 @@ def encoder_hidden_size(name: str, trust_remote_code: bool = False) -> int | Non
 
 
 def _not_loadable(name: str, error: Exception) -> UserError:
-    return UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}.")
+    return UserError(f"{name} cannot be loaded as a classifier: {one_line(error)}.")
 
 
 def load_classifier(
     name: str,
-    task: Task,
+    labels: Sequence[str],
+    problem_type: str | None,
     head_dropout: float = 0.1,
     trust_remote_code: bool = False,
     pooling: str | None = None,
+    auto_class: Any = AutoModelForSequenceClassification,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a sequence classifier for a task in float32.
+    """Load a classifier in float32.
 
     Args:
+        labels: Label names in the order of their numbers; empty for regression.
+        problem_type: `problem_type` of the configuration; None for token classification.
         pooling: "cls" or "mean" for NeoBERT and ModernBERT; None for that of the configuration.
+        auto_class: Auto class of transformers that loads the model.
 
     Returns:
         The model, and the sorted names of the head's parameters that the checkpoint lacks. These
@@ -51,18 +58,18 @@ def load_classifier(
     """
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        config.num_labels = max(len(task.labels), 1)
-        config.problem_type = "regression" if task.regression else "single_label_classification"
-        if not task.regression:
-            config.id2label = dict(enumerate(task.labels))
-            config.label2id = {label: i for i, label in enumerate(task.labels)}
+        config.num_labels = max(len(labels), 1)
+        config.problem_type = problem_type
+        if labels:
+            config.id2label = dict(enumerate(labels))
+            config.label2id = {label: i for i, label in enumerate(labels)}
         for field in _DROPOUTS:
             if hasattr(config, field):
                 setattr(config, field, head_dropout)
         if pooling is not None:
             config.classifier_pooling = pooling
 
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = auto_class.from_pretrained(
             name,
             config=config,
             dtype=torch.float32,

@@ -47,6 +47,11 @@ class Task:
         return not self.labels
 
     @property
+    def problem_type(self) -> str:
+        """`problem_type` of the model's configuration."""
+        return "regression" if self.regression else "single_label_classification"
+
+    @property
     def metric_name(self) -> str:
         """Name of the score: the metric, or the mean of the metrics."""
         return f"mean of {' and '.join(self.metrics)}" if self.metrics[1:] else self.metrics[0]

@@ -11,9 +11,9 @@ from transformers import DistilBertConfig
 
 from neobert.common import loading
 from neobert.finetuning import data as glue_rows
+from neobert.finetuning import glue_run
 from neobert.finetuning import model as glue_model
 from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning import trainer as glue_run
 from neobert.finetuning.options import OPTIONS, GlueRun, Hyperparameters, SelectionOptions
 from neobert.finetuning.tasks import TASKS
 
@@ -135,7 +135,9 @@ def test_the_hidden_size_is_that_of_the_configuration(world, tmp_path):
 
 def test_head_dropout_and_new_head(world):
     def load(name, **more):
-        return glue_model.load_classifier(str(world / name), TASKS["mnli"], **more)
+        return glue_model.load_classifier(
+            str(world / name), TASKS["mnli"].labels, "single_label_classification", **more
+        )
 
     model, new = load("model", head_dropout=0.25, pooling="cls")
     assert model.dropout.p == 0.25 and model.config.classifier_pooling == "cls"

@@ -12,8 +12,8 @@ from neobert.common.errors import UserError
 from neobert.common.files import write_json
 from neobert.common.published import GLUE
 from neobert.finetuning import command as glue
+from neobert.finetuning import glue_run
 from neobert.finetuning import table as glue_table
-from neobert.finetuning import trainer as glue_run
 from neobert.finetuning.options import OPTIONS
 from neobert.finetuning.tasks import TASKS
 

@@ -11,8 +11,8 @@ import pytest
 from helpers.glue_runs import make_world, run  # noqa: F401
 
 from neobert.common.errors import UserError
+from neobert.finetuning import glue_run
 from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning import trainer as glue_run
 from neobert.finetuning.options import OPTIONS, Hyperparameters
 from neobert.finetuning.tasks import TASKS
 
@@ -130,5 +130,5 @@ def test_checkpoint_of_another_kind(world, tmp_path):
     with pytest.raises(UserError, match=words):
         run(world, tmp_path / "out", model=model)
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
-    with pytest.raises(UserError, match="cannot be loaded as a sequence classifier"):
+    with pytest.raises(UserError, match="cannot be loaded as a classifier"):
         run(world, tmp_path / "out", model=model)
