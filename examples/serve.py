@@ -244,9 +244,11 @@ def make_app(args: argparse.Namespace) -> FastAPI:
     @app.post("/v1/embeddings")
     async def embeddings(body: Embeddings):
         check_name(body.model, args.model)
-        if body.dimensions and body.dimensions > encoder.width:
+        if body.dimensions and body.dimensions > encoder.embedding_dimension:
             raise HTTPException(
-                400, f"`dimensions` must be at most {encoder.width}, got {body.dimensions}."
+                400,
+                f"`dimensions` must be at most {encoder.embedding_dimension}, got "
+                f"{body.dimensions}.",
             )
         for index, item in enumerate(body.input):
             if isinstance(item, list) and max(item) >= vocabulary_size:
@@ -303,7 +305,7 @@ def make_app(args: argparse.Namespace) -> FastAPI:
         return {"object": "rerank", "results": results, "model": args.reranker, "usage": usage}
 
     print(
-        f"model {args.model}, {args.dtype}, {encoder.width} dimensions, at most "
+        f"model {args.model}, {args.dtype}, {encoder.embedding_dimension} dimensions, at most "
         f"{encoder.max_length} tokens per text; reranker {args.reranker or 'none'}; "
         f"http://{args.host}:{args.port}",
         file=sys.stderr,

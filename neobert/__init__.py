@@ -16,6 +16,7 @@ register_with_transformers()
 # Modules of the public names that are not defined in modeling_neobert.py.
 _MODULES = {
     "NeoBERTConfig": "configuration_neobert",
+    "PackedEncoder": "embeddings.packed_encoder",
     "convert_checkpoint": "conversion.command",
     "default_learning_rate": "training.optimization",
     "quantize_int8": "quantization.int8",
@@ -44,6 +45,7 @@ __all__ = [
     "NeoBERTLMHead",
     "NeoBERTModel",
     "NeoBERTPreTrainedModel",
+    "PackedEncoder",
     "__version__",
     "convert_checkpoint",
     "default_learning_rate",

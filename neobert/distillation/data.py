@@ -178,7 +178,7 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
     done = read_json(progress_path)["done"] if progress_path.is_file() else 0
     if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
-        shape = (len(texts), teacher.width)
+        shape = (len(texts), teacher.embedding_dimension)
         mode = "r+" if done else "w+"
         embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:

@@ -1,15 +1,16 @@
-"""Sentence embeddings of any sentence encoder in batches of a token budget, of NeoBERT unpadded.
+"""Sentence embeddings in batches of a token budget; NeoBERT runs without padding.
 
-`neobert encode` and `neobert mteb` use `PackedEncoder`. It loads what `SentenceTransformer(...)`
-loads and returns the same embeddings as its `encode`.
+`PackedEncoder` loads what `SentenceTransformer(...)` loads and returns the same embeddings as its
+`encode`. All commands that compute embeddings use it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
@@ -25,6 +26,16 @@ from ..common.loading import (
 from ..common.packing import pack
 from ..common.results import processor_units
 from ..quantization.int8 import is_int8, quantize_int8
+
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+# Precisions of embeddings, as in sentence-transformers.
+Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+
+# Texts that are tokenized at once.
+_TOKENIZER_BATCH = 1024
 
 
 class NotFinite(UserError):
@@ -47,7 +58,7 @@ def load_sentence_transformer(
     tokenizer: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-) -> Any:
+) -> "SentenceTransformer":
     """Load a SentenceTransformer, or build one from an encoder without a pooling module.
 
     Args:
@@ -74,6 +85,7 @@ def load_sentence_transformer(
     model_kwargs: dict[str, Any] = {"dtype": dtype}
     if attn_implementation:
         model_kwargs["attn_implementation"] = attn_implementation
+
     try:
         if is_sentence_transformer_model(model):
             encoder = SentenceTransformer(
@@ -83,40 +95,44 @@ def load_sentence_transformer(
                 trust_remote_code=trust_remote_code,
             )
         else:
-            remote = {"trust_remote_code": trust_remote_code}
             transformer = modules.Transformer(
                 model,
-                model_kwargs={**model_kwargs, **remote},
-                config_kwargs=dict(remote),
-                tokenizer_name_or_path=tokenizer or _tokenizer_of(Path(model)),
+                model_kwargs={**model_kwargs, "trust_remote_code": trust_remote_code},
+                config_kwargs={"trust_remote_code": trust_remote_code},
+                tokenizer_name_or_path=tokenizer or _packaged_tokenizer(Path(model)),
             )
-            width = transformer.auto_model.config.hidden_size
+            hidden_size = transformer.auto_model.config.hidden_size
             encoder = SentenceTransformer(
-                modules=[transformer, modules.Pooling(width, pooling)], device=str(device)
+                modules=[transformer, modules.Pooling(hidden_size, pooling)], device=str(device)
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}.") from error
+
     limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
     encoder.max_seq_length = min((limit for limit in limits if limit), default=None)
     return encoder.eval()
 
 
-def _load(model: str, device: torch.device, dtype: torch.dtype, settings: Mapping[str, Any]) -> Any:
+def _load(
+    model: str, device: torch.device, dtype: torch.dtype, settings: Mapping[str, Any]
+) -> "SentenceTransformer":
     """Load a SentenceTransformer, also in int8, whose other layers are in bfloat16 with AMX.
 
     No measurement decides this, because all processes on a machine must get the same bits.
     """
     if dtype != torch.int8:
         return load_sentence_transformer(model, device, dtype, **settings)
-    encoder = quantize_int8(load_sentence_transformer(model, device, torch.float32, **settings))
+    encoder = load_sentence_transformer(model, device, torch.float32, **settings)
+    quantize_int8(encoder)
     return encoder.to(torch.bfloat16) if "AMX-BF16" in processor_units() else encoder
 
 
-def _tokenizer_of(folder: Path) -> str | None:
+def _packaged_tokenizer(folder: Path) -> str | None:
     """Return the packaged tokenizer for a NeoBERT directory without one, None in other cases."""
     names = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
     if not folder.exists() or any((folder / name).is_file() for name in names):
         return None
+
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -126,7 +142,10 @@ def _tokenizer_of(folder: Path) -> str | None:
 
 
 class PackedEncoder:
-    """Sentence encoder that runs on batches of `batch_tokens` tokens.
+    """Sentence encoder that runs on batches of at most `batch_tokens` tokens.
+
+    `encode`, `encode_query`, `encode_document` and `similarity` have the names and arguments of
+    `SentenceTransformer`, and return the same embeddings.
 
     NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled
     per text in float32. Any other model or pooling runs through SentenceTransformer's own modules
@@ -140,11 +159,31 @@ class PackedEncoder:
         batch_tokens: Maximum number of tokens per batch; by default `CUDA_TOKENS` on CUDA, and
             `CPU_TOKENS` elsewhere.
         settings: Further arguments of `load_sentence_transformer`.
+
+    Attributes:
+        sentence_transformer: The SentenceTransformer that runs.
+        device: Device of the model.
+        dtype: Precision of the weights.
+        batch_tokens: Maximum number of tokens per batch.
+        prompts: Prompts of the model that are not empty, {name: text}.
+        pooling: Name of the pooling.
+        packs: Whether the model runs without padding.
+        embedding_dimension: Number of values of an embedding.
+
+    Example:
+        >>> from neobert import PackedEncoder
+        >>> encoder = PackedEncoder("examples/sentence-encoder", dtype="float32", device="cpu")
+        >>> queries = encoder.encode_query(["a bird of prey"])
+        >>> documents = encoder.encode_document(["a violin", "an eagle", "a recipe for soup"])
+        >>> documents.shape
+        (3, 384)
+        >>> encoder.similarity(queries, documents).argmax().item()
+        1
     """
 
     def __init__(
         self,
-        model: Any,
+        model: "str | Path | SentenceTransformer",
         dtype: str = "auto",
         device: str | torch.device | None = None,
         batch_tokens: int | None = None,
@@ -156,29 +195,30 @@ class PackedEncoder:
             check_model(str(model))
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         self.sentence_transformer: Any = model.to(self.device).eval()
-        self.dtype = torch.int8 if is_int8(model) else model[0].auto_model.dtype
-        self.batch_tokens = batch_tokens or (
-            CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
-        )
-        # Only prompts that change an embedding.
+
+        modules: list[Any] = list(model.children())
+        transformer = modules[0].auto_model
+        self.dtype: torch.dtype = torch.int8 if is_int8(model) else transformer.dtype
+        default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
+        self.batch_tokens = batch_tokens or default_tokens
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
-        self._tokenizer = model.tokenizer
-        modules = list(model.children())
         self.pooling, pools_prompt = _pooling(modules)
-        config = getattr(modules[0].auto_model, "config", None)
-        # Whether this model runs without padding.
+        config = getattr(transformer, "config", None)
         self.packs = (
             getattr(config, "model_type", None) == "neobert"
             and self.pooling in POOLINGS
             and pools_prompt
         )
+
+        self._tokenizer: Any = model.tokenizer
         self._rest = modules[2:]
         with torch.inference_mode():
             embed = self._embed_packed if self.packs else self._embed_padded
-            self.width = embed(self.tokenize(["A short text."])).shape[1]
+            self.embedding_dimension: int = embed(self.tokenize(["A short text."])).shape[1]
 
     @property
     def dtype_name(self) -> str:
+        """Name of the dtype, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -188,6 +228,7 @@ class PackedEncoder:
 
     @property
     def max_length(self) -> int | None:
+        """Maximum sequence length in tokens, None without a limit."""
         return self.sentence_transformer.max_seq_length
 
     def prompt(self, name: str | None = None) -> str:
@@ -204,8 +245,161 @@ class PackedEncoder:
             raise UserError(f"`prompt_name` must be a prompt of the model ({names}), got {name!r}.")
         return prompts[name] or ""
 
+    # --------------------------------------------------------------------------------------------
+    # texts
+
+    def encode(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        precision: Precision = "float32",
+        show_progress_bar: bool = False,
+    ) -> np.ndarray:
+        """Return the embeddings of texts, as `SentenceTransformer.encode`.
+
+        Args:
+            texts: Texts, or one text.
+            prompt_name: Name of the prompt before each text; by default the default prompt of the
+                model.
+            prompt: Prompt before each text; takes precedence over `prompt_name`.
+            normalize_embeddings: Whether to normalize the embeddings to unit length.
+            truncate_dim: Number of values to keep of each embedding.
+            precision: Precision of the embeddings. The ranges of "int8" and "uint8" are those of
+                these texts.
+            show_progress_bar: Whether to show a progress bar.
+
+        Returns:
+            (N, D) array of N texts, (D,) of one text.
+
+        Raises:
+            UserError: If the model has no such prompt, or the embeddings cannot be truncated.
+            NotFinite: If a value is too large for the dtype: float16 ends at 65,504.
+
+        Example:
+            >>> from neobert import PackedEncoder
+            >>> encoder = PackedEncoder("examples/sentence-encoder", dtype="float32", device="cpu")
+            >>> encoder.encode("a bird of prey").shape
+            (384,)
+            >>> encoder.encode(["an eagle", "a violin"], precision="binary").shape
+            (2, 48)
+        """
+        if prompt is None:
+            name = prompt_name or self.sentence_transformer.default_prompt_name
+            prompt = self.prompt(name)
+        if truncate_dim is not None and not 1 <= truncate_dim <= self.embedding_dimension:
+            raise UserError(
+                f"`truncate_dim` must be between 1 and {self.embedding_dimension}, got "
+                f"{truncate_dim}."
+            )
+
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        with tqdm(total=len(batch), desc="texts", disable=not show_progress_bar) as bar:
+            embeddings = self.embed(self.tokenize(batch, prompt), bar.update, prompt)
+        embeddings = embeddings[:, :truncate_dim]
+        if normalize_embeddings:
+            embeddings = F.normalize(torch.from_numpy(embeddings), dim=1).numpy()
+        if precision != "float32" and len(embeddings):
+            embeddings = quantize_embeddings(embeddings, precision)
+        return embeddings[0] if isinstance(texts, str) else embeddings
+
+    def encode_query(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        precision: Precision = "float32",
+        show_progress_bar: bool = False,
+    ) -> np.ndarray:
+        """Return the embeddings of queries: `encode` with the prompt "query" of the model, if any.
+
+        Example:
+            >>> from neobert import PackedEncoder
+            >>> encoder = PackedEncoder("examples/sentence-encoder", dtype="float32", device="cpu")
+            >>> encoder.encode_query("a bird of prey").shape
+            (384,)
+        """
+        return self.encode(
+            texts,
+            prompt_name=self._first_prompt(prompt_name, "query"),
+            prompt=prompt,
+            normalize_embeddings=normalize_embeddings,
+            truncate_dim=truncate_dim,
+            precision=precision,
+            show_progress_bar=show_progress_bar,
+        )
+
+    def encode_document(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        normalize_embeddings: bool = False,
+        truncate_dim: int | None = None,
+        precision: Precision = "float32",
+        show_progress_bar: bool = False,
+    ) -> np.ndarray:
+        """Return the embeddings of documents: `encode` with the prompt of documents, if any.
+
+        This is the first of the prompts "document", "passage" and "corpus" that the model has.
+
+        Example:
+            >>> from neobert import PackedEncoder
+            >>> encoder = PackedEncoder("examples/sentence-encoder", dtype="float32", device="cpu")
+            >>> encoder.encode_document(["an eagle", "a violin"]).shape
+            (2, 384)
+        """
+        return self.encode(
+            texts,
+            prompt_name=self._first_prompt(prompt_name, "document", "passage", "corpus"),
+            prompt=prompt,
+            normalize_embeddings=normalize_embeddings,
+            truncate_dim=truncate_dim,
+            precision=precision,
+            show_progress_bar=show_progress_bar,
+        )
+
+    def similarity(
+        self, embeddings1: np.ndarray | torch.Tensor, embeddings2: np.ndarray | torch.Tensor
+    ) -> torch.Tensor:
+        """Return the similarity of all pairs of embeddings, by the similarity of the model.
+
+        Args:
+            embeddings1: (N, D) or (D,) embeddings.
+            embeddings2: (M, D) or (D,) embeddings.
+
+        Returns:
+            (N, M) similarities; cosine similarity unless the model defines another one.
+
+        Example:
+            >>> from neobert import PackedEncoder
+            >>> encoder = PackedEncoder("examples/sentence-encoder", dtype="float32", device="cpu")
+            >>> embeddings = encoder.encode(["an eagle", "a bird of prey", "a violin"])
+            >>> similarities = encoder.similarity(embeddings, embeddings)
+            >>> bool(similarities[0, 1] > similarities[0, 2])
+            True
+        """
+        return self.sentence_transformer.similarity(embeddings1, embeddings2)
+
+    def _first_prompt(self, name: str | None, *names: str) -> str | None:
+        """Return `name`, or by default the first of `names` that is a prompt of the model."""
+        if name is not None:
+            return name
+        prompts = self.sentence_transformer.prompts or {}
+        return next((candidate for candidate in names if candidate in prompts), None)
+
+    # --------------------------------------------------------------------------------------------
+    # tokens
+
     def tokenize(
-        self, texts: list[str], prompt: str = "", lengths: list[int] | None = None
+        self, texts: Sequence[str], prompt: str = "", lengths: list[int] | None = None
     ) -> list[np.ndarray]:
         """Return the token ids of each text, int32 arrays of at most `max_length` tokens.
 
@@ -215,25 +409,24 @@ class PackedEncoder:
             lengths: List to which the length of each text before truncation is appended.
         """
         tokens: list[np.ndarray] = []
-        for start in range(0, len(texts), 1024):
-            # Like SentenceTransformer.encode, which strips the text with its prompt.
-            batch = [(prompt + text).strip() for text in texts[start : start + 1024]]
-            found = self._tokenizer(
+        for start in range(0, len(texts), _TOKENIZER_BATCH):
+            batch = [prompt + text for text in texts[start : start + _TOKENIZER_BATCH]]
+            encoding = self._tokenizer(
                 batch, truncation=True, max_length=self.max_length, return_attention_mask=False
             )
-            tokens.extend(np.asarray(row, dtype=np.int32) for row in found["input_ids"])
+            tokens.extend(np.asarray(row, dtype=np.int32) for row in encoding["input_ids"])
             if lengths is not None:
-                lengths += self._full_lengths(batch, found)
+                lengths += self._full_lengths(batch, encoding)
         return tokens
 
-    def _full_lengths(self, batch: list[str], found: Any) -> list[int]:
-        """Return the lengths of texts before truncation; `found` is the truncated encoding."""
-        if found.encodings is None:  # The tokenizer is written in Python.
+    def _full_lengths(self, batch: list[str], encoding: Any) -> list[int]:
+        """Return the lengths of texts before truncation; `encoding` is the truncated one."""
+        if encoding.encodings is None:  # The tokenizer is written in Python.
             return list(map(len, self._tokenizer(batch, verbose=False)["input_ids"]))
         return [
             len(text.ids)
             + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing)
-            for text in found.encodings
+            for text in encoding.encodings
         ]
 
     def batches(self, lengths: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
@@ -244,15 +437,15 @@ class PackedEncoder:
         Args:
             lengths: Sequence length of each text.
         """
-        order = np.argsort(lengths, kind="stable")
         batch: list[int] = []
         total = 0
-        for index in order:
+        for index in np.argsort(lengths, kind="stable"):
             length = int(lengths[index])
             cost = total + length if self.packs else (len(batch) + 1) * length
             if batch and cost > self.batch_tokens:
                 yield np.array(batch)
-                batch, total = [], 0
+                batch = []
+                total = 0
             batch.append(index)
             total += length
         if batch:
@@ -265,7 +458,7 @@ class PackedEncoder:
         progress: Callable[[int], object] | None = None,
         prompt: str = "",
     ) -> np.ndarray:
-        """Return the embeddings of tokenized texts, (N, width) float32, in their order.
+        """Return the embeddings of tokenized texts, (N, D) float32, in their order.
 
         Args:
             tokens: Token ids, N integer arrays.
@@ -275,39 +468,36 @@ class PackedEncoder:
         Raises:
             NotFinite: If a value is too large for the dtype: float16 ends at 65,504.
         """
-        output = torch.empty(len(tokens), self.width, device=self.device)
+        output = torch.empty(len(tokens), self.embedding_dimension, device=self.device)
         prompt_length = 0 if self.packs else self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
             if self.packs:
-                vectors = self._embed_packed(batch)
+                embeddings = self._embed_packed(batch)
             else:
-                vectors = self._embed_padded(batch, prompt_length)
-            output[torch.from_numpy(index).to(self.device)] = vectors.float()
+                embeddings = self._embed_padded(batch, prompt_length)
+            output[torch.from_numpy(index).to(self.device)] = embeddings.float()
             if progress is not None:
                 progress(len(index))
+
         finite = output.isfinite().all(dim=1)
         if not finite.all():
             raise NotFinite(int((~finite).nonzero()[0]), self.dtype_name)
         return output.cpu().numpy()
 
-    def encode(
-        self, texts: list[str], prompt: str = "", show_progress_bar: bool = False
-    ) -> np.ndarray:
-        """Return the embeddings of texts, (N, width) float32."""
-        with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
-            return self.embed(self.tokenize(texts, prompt), bar.update, prompt)
-
     def _embed_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return the embeddings of one packed batch, (N, D)."""
         total = sum(map(len, batch))
         filler = self._filler(total)
         packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
+
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         if self.pooling == "cls":
             pooled = hidden[0, bounds[:-1].long()]
         else:
             pooled = Packing(bounds, max(map(len, batch))).means(hidden)
+
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)
@@ -339,6 +529,7 @@ class PackedEncoder:
         return len(ids)
 
     def _embed_padded(self, batch: Sequence[np.ndarray], prompt_length: int = 0) -> torch.Tensor:
+        """Return the embeddings of one padded batch, (N, D)."""
         padded = self._tokenizer.pad(
             {"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt"
         )
@@ -347,6 +538,25 @@ class PackedEncoder:
             # A pooling that excludes the prompt reads this value.
             features["prompt_length"] = prompt_length
         return self.sentence_transformer(features)["sentence_embedding"]
+
+
+def quantize_embeddings(
+    embeddings: np.ndarray, precision: Precision, ranges: np.ndarray | None = None
+) -> np.ndarray:
+    """Quantize embeddings with `quantize_embeddings` of any version of sentence-transformers.
+
+    Args:
+        embeddings: (N, D) float32.
+        precision: Precision of the result.
+        ranges: (2, D) minimum and maximum of each dimension for "int8" and "uint8"; by default
+            those of the embeddings.
+    """
+    try:
+        from sentence_transformers.util import quantization
+    except ImportError:  # Versions before 5.2 have the function elsewhere.
+        from sentence_transformers import quantization  # type: ignore[attr-defined,no-redef]
+
+    return np.asarray(quantization.quantize_embeddings(embeddings, precision, ranges))
 
 
 def _pooling(modules: Sequence[Any]) -> tuple[str, bool]:

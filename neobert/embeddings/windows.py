@@ -80,6 +80,7 @@ class WindowSettings:
                 f"`window` must be at most {max(0, room)}, the model's {encoder.max_length} tokens "
                 f"without the prompt and the special tokens, got {window or 1}."
             )
+
         window = window or min(_WINDOW, room)
         overlap = window // 8 if overlap is None else overlap
         if overlap >= window:
@@ -109,29 +110,34 @@ def tokenize_windows(
     assert encoder.max_length is not None
     tokens: list[np.ndarray] = []
     rows: list[int] = []
-    places: list[tuple[int, int]] = []
+    bounds: list[tuple[int, int]] = []
+
     for start, batch in _batches(texts):
         for row, (text, parts) in enumerate(zip(batch, _parts(encoder, prompt, batch)), start):
             before, (ids, offsets), after = parts
             room = max(1, encoder.max_length - len(before) - len(after))
             window = min(settings.window, room)
-            for span in spans(text, offsets, window, min(settings.overlap, window - 1)):
+            overlap = min(settings.overlap, window - 1)
+            for span in spans(text, offsets, window, overlap):
                 tokens.append(np.concatenate([before, ids[span.first : span.stop], after]))
                 rows.append(row)
-                places.append((span.start, span.end))
+                bounds.append((span.start, span.end))
             if lengths is not None:
                 lengths.append(len(before) + len(ids) + len(after))
-    starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+
+    starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
     return Windows(tokens, np.array(rows, dtype=np.int64), starts, ends)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
     """Yield (index of the first text, texts) of groups that are tokenized together."""
-    start, size = 0, 0
+    start = 0
+    size = 0
     for number, text in enumerate(texts):
         if number > start and size + len(text) > _CHARACTERS:
             yield start, texts[start:number]
-            start, size = number, 0
+            start = number
+            size = 0
         size += len(text)
     if texts:
         yield start, texts[start:]
@@ -144,26 +150,29 @@ def _parts(
 
     The tokens before a text are special tokens and those of the prompt.
     """
-    # Texts are stripped as in `PackedEncoder.tokenize`.
-    stripped = [(prompt + text).strip() for text in texts]
-    found = encoder.sentence_transformer.tokenizer(
-        stripped,
+    encoding = encoder.sentence_transformer.tokenizer(
+        [prompt + text for text in texts],
         truncation=False,
         return_attention_mask=False,
         return_offsets_mapping=True,
         return_special_tokens_mask=True,
         verbose=False,
     )
-    for text, ids, offsets, special in zip(
-        texts, found["input_ids"], found["offset_mapping"], found["special_tokens_mask"]
-    ):
-        ids, offsets = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64)
-        offsets = offsets.reshape(-1, 2)
-        # Tokens of the template are at the ends; a "[SEP]" in the text is text.
-        own = np.flatnonzero(offsets[:, 0] < offsets[:, 1])
-        first = own[0] if len(own) else np.argmin(np.append(special, 0))
-        stop = own[-1] + 1 if len(own) else first
-        moved = len(prompt + text) - len((prompt + text).lstrip())
-        offsets = offsets + moved - len(prompt)
+    sequences = zip(
+        encoding["input_ids"], encoding["offset_mapping"], encoding["special_tokens_mask"]
+    )
+    for row, pairs, special in sequences:
+        ids = np.array(row, dtype=np.int32)
+        offsets = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+        # Special tokens of the template are at the ends; a "[SEP]" inside the text has characters.
+        with_characters = np.flatnonzero(offsets[:, 0] < offsets[:, 1])
+        if len(with_characters):
+            first = with_characters[0]
+            stop = with_characters[-1] + 1
+        else:
+            first = stop = np.argmin(np.append(special, 0))
+
+        offsets = offsets - len(prompt)
         first += int((offsets[first:stop, 1] <= 0).sum())
         yield ids[:first], (ids[first:stop], offsets[first:stop].clip(0)), ids[stop:]

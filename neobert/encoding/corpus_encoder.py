@@ -61,11 +61,11 @@ class CorpusEncoder:
             )
         dimension = options.embeddings.truncate_dim
         _check_limit("max_length", options.encoder.max_length, encoder.max_length)
-        _check_limit("truncate_dim", dimension, encoder.width)
+        _check_limit("truncate_dim", dimension, encoder.embedding_dimension)
 
         self.options = options
         self.encoder = encoder
-        self.dimension = dimension or encoder.width
+        self.dimension = dimension or encoder.embedding_dimension
         # Leading dimensions of an embedding of unit length are shorter.
         is_shortened = bool(dimension and encoder.normalizes)
         self.normalize = options.embeddings.normalize or is_shortened

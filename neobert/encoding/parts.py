@@ -18,7 +18,7 @@ import pyarrow.parquet
 
 from ..common.data import File, numbered_rows
 from ..common.errors import UserError
-from ..embeddings.packed_encoder import NotFinite
+from ..embeddings.packed_encoder import NotFinite, quantize_embeddings
 from ..embeddings.windows import Windows
 from .columns import WINDOW_COLUMNS, column_array
 from .corpus_encoder import CorpusEncoder
@@ -165,13 +165,6 @@ def _embed(
     progress: Callable[[int], object],
 ) -> np.ndarray:
     """Return the embeddings of a block as they are written: (N, dimension), of bits (N, bytes)."""
-    try:
-        from sentence_transformers.util.quantization import quantize_embeddings
-    except ImportError:  # Versions before 5.2 have the function elsewhere.
-        from sentence_transformers.quantization import (  # type: ignore[no-redef]
-            quantize_embeddings,
-        )
-
     # Batches contain embeddings, and the progress is that of the texts, which may have several.
     embedding_count = 0
     text_count = 0
@@ -193,7 +186,7 @@ def _embed(
         return embeddings.astype(np.float16)
     ranges = np.array(manifest.ranges, np.float32) if manifest.ranges else None
     precision: Any = manifest.output_dtype
-    return np.asarray(quantize_embeddings(embeddings, precision, ranges))
+    return quantize_embeddings(embeddings, precision, ranges)
 
 
 def _table(

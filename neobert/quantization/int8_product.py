@@ -1,15 +1,16 @@
-"""The integer product of this CPU, checked and timed before it is used.
+"""Integer matrix product of this CPU, checked and timed before it is used.
 
-`torch.ops.onednn.qlinear_pointwise` with bytes is the only one in torch that is fast; with int8 in
-their place oneDNN runs its reference code, 10,000 times slower. CPUs with VNNI or AMX-INT8 add
-products in 32 bits. Others add pairs of them in 16 bits first, and saturate: there weights are at
-most 64, with which the product is exact again.
+`torch.ops.onednn.qlinear_pointwise` with unsigned 8-bit inputs is the only fast one in torch. With
+signed inputs oneDNN runs its reference code, which is 10,000 times slower. CPUs with VNNI or
+AMX-INT8 add products in 32 bits. Other CPUs add pairs of products in 16 bits first and saturate;
+with weights of at most 64 their product is exact again.
 
 Shape legend: R rows, K inputs, N outputs.
 """
 
 import functools
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -18,27 +19,36 @@ from ..common.errors import UserError
 from ..common.measures import best_times, one_thread
 
 
-ZERO = 128  # what stands for 0 among the bytes
-WEIGHT_STEPS = (127, 64)  # 2 * 255 * 64 < 2^15
-LEAST_SPEED = 1.1  # times float32, below which int8 does not pay
-_fine = time.get_clock_info("thread_time").resolution < 1e-5  # not on Windows
-_clock = time.thread_time if _fine else time.perf_counter
+# Code of the value 0.
+ZERO = 128
+# Largest integer weights, in order of preference: 2 * 255 * 64 < 2^15.
+WEIGHT_STEPS = (127, 64)
+# Minimum speedup over float32.
+LEAST_SPEED = 1.1
+
+# The processor time of a thread is too coarse on Windows.
+_has_fine_clock = time.get_clock_info("thread_time").resolution < 1e-5
+_clock: Callable[[], float] = time.thread_time if _has_fine_clock else time.perf_counter
 
 
-def pack_weight(weight):
-    """(N, K) int8 weights in the layout of the CPU's product."""
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return (N, K) int8 weights in the memory layout of the CPU's product."""
     return torch.ops.onednn.qlinear_prepack(weight, None)
 
 
-def product(codes, packed, scales, dtype=torch.float32):
-    """(codes - 128) @ weight.T * scales.
+def product(
+    codes: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return (codes - 128) @ weight.T * scales, (R, N) of `dtype`.
 
     Args:
-        codes: (R, K) uint8. With int8 oneDNN would run its reference code, 10,000 times slower.
-        packed: from `pack_weight`.
-        scales: (N,) float32.
-    Returns:
-        (R, N) of `dtype`.
+        codes: (R, K) uint8.
+        packed: Weight, from `pack_weight`.
+        scales: (N,) float32 scales of the outputs.
+        dtype: Precision of the result.
     """
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     return torch.ops.onednn.qlinear_pointwise(
@@ -46,60 +56,73 @@ def product(codes, packed, scales, dtype=torch.float32):
     )
 
 
-def is_exact(steps, rows, width=520):
-    """Whether the product is the integer product where its sums are largest.
+def is_exact(steps: int, rows: int, inputs: int = 520) -> bool:
+    """Return whether the product is the integer product where its sums are largest.
 
     Args:
-        steps: the weights are -steps or steps, the bytes 0 or 255.
+        steps: Absolute value of all weights; the codes are 0 or 255.
+        rows: Number of rows.
+        inputs: Number of inputs.
     """
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (24, width), generator=generator) * 2 - 1
+    signs = torch.randint(2, (24, inputs), generator=generator) * 2 - 1
     signs[:3] = torch.tensor([1, -1, 1])[:, None]
     signs[2, ::2] = -1
     weight = (signs * steps).to(torch.int8)
-    codes = torch.randint(2, (rows, width), generator=generator) * 255
+    codes = torch.randint(2, (rows, inputs), generator=generator) * 255
     codes[0] = 255
+
     output = product(codes.to(torch.uint8), pack_weight(weight), torch.ones(len(weight)))
     return torch.equal(output, ((codes - ZERO) @ weight.long().T).float())
 
 
 @functools.cache
-def weight_steps(even_if_slow=False):
-    """The largest integer weight with which the product of this CPU is exact, 127 or 64, by a check
-    and a short measurement on one thread, of 128 rows of 768.
+def weight_steps(even_if_slow: bool = False) -> int:
+    """Return the largest integer weight with which the product of this CPU is exact, 127 or 64.
+
+    A check and a measurement of some milliseconds on one thread decide, with 128 rows of 768.
+
+    Args:
+        even_if_slow: Whether to accept a product that is slower than the one in float32.
 
     Raises:
-        UserError: there is no product, it is not exact, or, unless `even_if_slow`, not faster than
-            that of float32.
+        UserError: If there is no product, or if it is not exact or too slow.
     """
     try:
         with one_thread(), torch.inference_mode():
-            # A reference kernel takes seconds for what is timed below.
-            slow = _seconds(16, 64, 2)
+            # A reference kernel would take seconds for the measurement with 128 rows.
+            times = _seconds(16, 64, 2)
+            is_reference = times[1] > 50 * times[0]
             exact = [
                 steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
             ]
-            times = slow if slow[1] > 50 * slow[0] else _seconds(128, 768, 9)
+            if not is_reference:
+                times = _seconds(128, 768, 9)
     except (AttributeError, RuntimeError) as error:
-        raise UserError(f"this processor has no int8 product in torch ({error})") from None
+        raise UserError(
+            f"this processor has no int8 matrix product in torch ({error}). Use float32."
+        ) from None
+
     if not exact:
-        raise UserError("the int8 product of this processor is not exact; give float32")
+        raise UserError("the int8 matrix product of this processor is not exact. Use float32.")
     if times[0] < LEAST_SPEED * times[1] and not even_if_slow:
         raise UserError(
-            "int8 does not pay on this processor: its int8 product takes "
-            f"{times[1] / times[0]:.1f} times as long as that of float32; give float32 (or, from "
-            "Python, neobert.quantize_int8(model, even_if_slow=True))"
+            "the int8 matrix product of this processor takes "
+            f"{times[1] / times[0]:.1f} times as long as the one in float32. Use float32, or call "
+            "neobert.quantize_int8(model, even_if_slow=True)."
         )
     return exact[0]
 
 
-def _seconds(rows, width, repeats):
-    """Seconds of a linear layer in float32 and in int8, the best of some runs in turns.
+def _seconds(rows: int, inputs: int, repeats: int) -> list[float]:
+    """Return the seconds of a linear layer in float32 and in int8, the best of some runs in turns.
 
-    Of processor time, which other work on a machine does not add to.
+    The seconds are processor time, which other processes on the machine do not increase.
     """
-    x, weight = torch.ones(rows, width), torch.ones(width, width)
-    codes, scales = x.to(torch.uint8), torch.ones(width)
+    x = torch.ones(rows, inputs)
+    weight = torch.ones(inputs, inputs)
+    codes = x.to(torch.uint8)
+    scales = torch.ones(inputs)
     packed = pack_weight(weight.to(torch.int8))
     calls = {
         "float32": lambda: F.linear(x, weight),

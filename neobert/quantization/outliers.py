@@ -1,39 +1,51 @@
-"""Channels of a NeoBERT's hidden states whose values are many times those of the others, made
-smaller before the values of a token share one scale of 8 bits.
+"""Smoothing of outlier channels before the activations of a token share one int8 scale.
 
-SmoothQuant (arXiv 2211.10438): a channel is divided where it is made, in a norm or in the rows of a
-linear layer, and the columns that read it are multiplied. The factors are powers of two, so the
-model's outputs stay the same bits.
+SmoothQuant (arXiv 2211.10438): a channel is divided where it is computed, in a norm or in the rows
+of a linear layer, and the columns that read it are multiplied. The factors are powers of two, so
+the outputs of the model stay bit-identical.
 """
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from ..common.measures import one_thread
 from ..modeling_neobert import NeoBERTModel
 
 
-TIMES = 8  # the median channel: what is an outlier
-_TEXTS, _LENGTH = 4, 64  # that are drawn
+# Channels larger than this multiple of the median channel are outliers.
+TIMES = 8
+
+# Number and length of the random texts that the activations are observed on.
+_TEXTS = 4
+_LENGTH = 64
 _SMALLEST = 1e-30
 
 
-def encoders_of(model):
-    """Every `NeoBERTModel` in a model, which may be one itself, by its name: a folder may have
-    brought its code."""
-    return [m for m in model.modules() if type(m).__name__ == NeoBERTModel.__name__]
+def encoders_of(model: nn.Module) -> list[Any]:
+    """Return every `NeoBERTModel` in a model, which may be one itself.
+
+    They are identified by the name of the class, because the code may come from the directory of
+    the model.
+    """
+    return [module for module in model.modules() if type(module).__name__ == NeoBERTModel.__name__]
 
 
-def linear_layers(block):
-    """(qkv, wo, up, down), the linear layers of a `NeoBERTBlock`."""
+def linear_layers(block: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+    """Return (qkv, wo, up, down), the linear layers of a `NeoBERTBlock`."""
     ffn = block.ffn
-    up, down = (ffn.w12, ffn.w3) if block.config.hidden_act == "swiglu" else (ffn[0], ffn[2])
-    return block.qkv, block.wo, up, down
+    if block.config.hidden_act == "swiglu":
+        return block.qkv, block.wo, ffn.w12, ffn.w3
+    return block.qkv, block.wo, ffn[0], ffn[2]
 
 
 @torch.no_grad()
-def drawn_states(encoder):
-    """Hidden states of a `NeoBERTModel` for drawn tokens, on one thread, so that every process
-    finds the same numbers."""
+def random_token_states(encoder: Any) -> torch.Tensor:
+    """Return the hidden states of a `NeoBERTModel` for random tokens, (4, 64, D).
+
+    The forward pass runs on one thread, so that every process gets the same values.
+    """
     generator = torch.Generator().manual_seed(0)
     length = min(_LENGTH, encoder.config.max_position_embeddings)
     tokens = torch.randint(encoder.config.vocab_size, (_TEXTS, length), generator=generator)
@@ -41,34 +53,36 @@ def drawn_states(encoder):
         return encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
 
 
-def largest_inputs(encoder):
-    """Runs drawn tokens through a `NeoBERTModel`.
+def largest_inputs(encoder: Any) -> tuple[dict[nn.Module, torch.Tensor], torch.Tensor]:
+    """Run random tokens through a `NeoBERTModel` and observe the inputs of its linear layers.
 
     Returns:
-        {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
+        {linear layer of a block: (K,) largest absolute values of its inputs}, and the hidden
+        states.
     """
-    largest = {}
+    largest: dict[nn.Module, torch.Tensor] = {}
 
-    def look(layer, inputs):
+    def observe(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
 
-    hooks = [
-        layer.register_forward_pre_hook(look)
-        for block in encoder.transformer_encoder
-        for layer in linear_layers(block)
-    ]
+    layers = [layer for block in encoder.transformer_encoder for layer in linear_layers(block)]
+    hooks = [layer.register_forward_pre_hook(observe) for layer in layers]
     try:
-        return largest, drawn_states(encoder)
+        return largest, random_token_states(encoder)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def factors(layer, largest):
-    """(K,) powers of two by which the inputs of a layer are divided and its columns multiplied.
+def factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that divide the inputs of a layer and multiply its columns, (K,).
 
-    Equation 4 of SmoothQuant with alpha = 1/2, for outliers alone: the bytes of a token are as
-    coarse as its largest channel wants them. 1 for every other channel.
+    Equation 4 of SmoothQuant with alpha = 1/2 for outliers, because the largest channel of a token
+    determines its scale. The factor of every other channel is 1.
+
+    Args:
+        layer: Linear layer.
+        largest: (K,) largest absolute values of its inputs.
     """
     columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
     ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
@@ -77,22 +91,28 @@ def factors(layer, largest):
 
 
 @torch.no_grad()
-def smooth(encoder):
-    """Smooths the outliers of a `NeoBERTModel`, in place; returns its `drawn_states`."""
+def smooth(encoder: Any) -> torch.Tensor:
+    """Smooth the outliers of a `NeoBERTModel` in place, and return its `random_token_states`."""
     largest, hidden = largest_inputs(encoder)
     for block in encoder.transformer_encoder:
         layers = linear_layers(block)
         qkv, _, up, _ = layers
-        of_qkv, of_wo, of_up, of_down = (factors(layer, largest[layer]) for layer in layers)
-        if block.config.hidden_act != "swiglu":
-            of_down.fill_(1)  # nothing linear is before `down`
-        for layer, columns in zip(layers, (of_qkv, of_wo, of_up, of_down)):
+        is_gated = block.config.hidden_act == "swiglu"
+        qkv_factors, wo_factors, up_factors, down_factors = (
+            factors(layer, largest[layer]) for layer in layers
+        )
+        if not is_gated:
+            # The inputs of `down` come from an activation function and not from a linear layer.
+            down_factors.fill_(1)
+
+        for layer, columns in zip(layers, (qkv_factors, wo_factors, up_factors, down_factors)):
             layer.weight.mul_(columns)
-        for norm, columns in ((block.attention_norm, of_qkv), (block.ffn_norm, of_up)):
+        for norm, columns in ((block.attention_norm, qkv_factors), (block.ffn_norm, up_factors)):
             for parameter in norm.parameters():
                 parameter.div_(columns)
         values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
-        values.div_(of_wo.view(block.num_heads, -1, 1))
-        if block.config.hidden_act == "swiglu":  # the second half is what the gate multiplies
-            up.weight[len(of_down) :].div_(of_down[:, None])
+        values.div_(wo_factors.view(block.num_heads, -1, 1))
+        if is_gated:
+            # The second half of the rows is the one that the gate multiplies.
+            up.weight[len(down_factors) :].div_(down_factors[:, None])
     return hidden

@@ -369,7 +369,7 @@ def test_a_share_takes_the_same_rows_again(tmp_path):
 
 
 class CountingTeacher:
-    width = 2
+    embedding_dimension = 2
 
     def __init__(self, most=1000):
         self.texts, self.most = 0, most

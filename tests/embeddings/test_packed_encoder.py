@@ -56,7 +56,7 @@ def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, inclu
     encoder = PackedEncoder(model, batch_tokens=150, dtype="float32", device="cpu")
     assert encoder.packs == include_prompt
     prompt = "find the cat that sat on the mat: "
-    close(encoder.encode(texts, prompt), model.encode(texts, prompt=prompt))
+    close(encoder.encode(texts, prompt=prompt), model.encode(texts, prompt=prompt))
 
 
 def make_bert(folder, tokenizer_dir, positions):
@@ -146,7 +146,9 @@ def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, mon
     monkeypatch.setattr(
         encoder,
         "_embed_packed",
-        lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]),
+        lambda batch: torch.tensor(
+            [[values[ids[0]]] * encoder.embedding_dimension for ids in batch]
+        ),
     )
     tokens = [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
     message = "must be finite, got .* in float32. .* weights are damaged"

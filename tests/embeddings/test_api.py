@@ -1,0 +1,145 @@
+"""Check the methods of `PackedEncoder` against sentence-transformers, and the examples."""
+
+import doctest
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+
+pytest.importorskip("sentence_transformers")
+
+from helpers.encode_runs import make_model_folder, texts_of_many_lengths  # noqa: F401
+from helpers.paths import ROOT
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+import neobert
+from neobert import PackedEncoder
+from neobert.common.errors import UserError
+
+
+TEXTS = texts_of_many_lengths(20)
+PROMPTS = {"query": "find: ", "passage": "text: ", "other": "other: "}
+
+
+@pytest.fixture(scope="module", name="pair")
+def make_pair(model_folder):
+    """Return a SentenceTransformer with prompts, and the PackedEncoder of the same model."""
+    transformer = Transformer(str(model_folder), max_seq_length=64)
+    modules = [transformer, Pooling(64, "mean")]
+    model = SentenceTransformer(modules=modules, prompts=PROMPTS, device="cpu")
+    return model, PackedEncoder(model, device="cpu")
+
+
+def close(ours, expected):
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"prompt_name": "other"},
+        {"prompt": "some: "},
+        {"prompt": "some: ", "prompt_name": "other"},
+        {"normalize_embeddings": True},
+        {"truncate_dim": 10},
+        {"truncate_dim": 10, "normalize_embeddings": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", ["encode", "encode_query", "encode_document"])
+def test_embeddings_are_those_of_sentence_transformers(pair, method, arguments):
+    model, encoder = pair
+    expected = getattr(model, method)(TEXTS, **arguments)
+    close(getattr(encoder, method)(TEXTS, **arguments), expected)
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
+def test_precisions_are_those_of_sentence_transformers(pair, precision):
+    model, encoder = pair
+    expected = model.encode(TEXTS, precision=precision)
+    ours = encoder.encode(TEXTS, precision=precision)
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape
+    # Values at the bound between two codes may be rounded either way.
+    assert (ours != expected).mean() < 0.01
+
+
+def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):
+    model, encoder = pair
+    monkeypatch.setattr(model, "default_prompt_name", "other")
+    close(encoder.encode(TEXTS), model.encode(TEXTS, prompt="other: "))
+    close(encoder.encode(TEXTS, prompt=""), model.encode(TEXTS, prompt=""))
+
+
+def test_one_text_is_one_embedding(pair):
+    model, encoder = pair
+    assert encoder.encode(TEXTS[0]).shape == (64,)
+    assert encoder.encode([]).shape == (0, 64)
+    close(encoder.encode_query(TEXTS[0]), model.encode_query(TEXTS[0]))
+
+
+def test_similarity_is_that_of_the_model(pair, monkeypatch):
+    model, encoder = pair
+    embeddings = encoder.encode(TEXTS)
+    exact = torch.nn.functional.normalize(torch.from_numpy(embeddings), dim=1)
+    close(encoder.similarity(embeddings, embeddings[:3]).numpy(), (exact @ exact[:3].T).numpy())
+    monkeypatch.setattr(model, "similarity_fn_name", "dot")
+    close(encoder.similarity(embeddings[0], embeddings).numpy(), embeddings[:1] @ embeddings.T)
+
+
+def test_wrong_arguments_are_refused(pair):
+    encoder = pair[1]
+    with pytest.raises(UserError, match="must be a prompt of the model .query, .*, got 'nope'"):
+        encoder.encode(TEXTS, prompt_name="nope")
+    for size in (0, 65):
+        with pytest.raises(UserError, match=f"`truncate_dim` must be between 1 and 64, got {size}"):
+            encoder.encode(TEXTS, truncate_dim=size)
+    # A prompt was the second argument before `prompt_name` was.
+    with pytest.raises(TypeError):
+        encoder.encode(TEXTS, "find: ")
+
+
+def test_arguments_have_the_names_of_sentence_transformers():
+    for name in ("encode", "encode_query", "encode_document"):
+        ours = inspect.signature(getattr(PackedEncoder, name)).parameters
+        theirs = inspect.signature(getattr(SentenceTransformer, name)).parameters
+        assert [*ours][2:] and {*ours} - {*theirs} == {"texts"}
+
+
+def test_white_space_reaches_the_tokenizer(pair, monkeypatch):
+    """sentence-transformers 6 does not strip texts, which matters for byte-level tokenizers."""
+    encoder = pair[1]
+    seen = []
+
+    def tokenize(texts, **options):
+        seen.extend(texts)
+        return real(texts, **options)
+
+    real = encoder._tokenizer
+    monkeypatch.setattr(encoder, "_tokenizer", tokenize)
+    encoder.encode([" a text\n"], prompt=" find: ")
+    assert seen == [" find:  a text\n"]
+
+
+@pytest.mark.parametrize("name", ["PackedEncoder", "quantize_int8"])
+def test_examples_of_docstrings_run(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    finder = doctest.DocTestFinder(recurse=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    examples = [test for test in finder.find(getattr(neobert, name), name) if test.examples]
+    for test in examples:
+        runner.run(test)
+    assert examples and runner.summarize(verbose=False).failed == 0
+
+
+def test_importing_neobert_does_not_import_torch():
+    code = "import sys, neobert; dir(neobert); print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
