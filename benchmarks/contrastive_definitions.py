@@ -102,7 +102,8 @@ def page(model: str, runs: list[dict[str, Any]], scores: dict[str, Any], name: s
         f"Start: `{model}`. {runs[0]['steps']} steps of 64 pairs of {runs[0]['rows']['train']:,} "
         f"(definition, word), default options, {len(runs)} seeds; mean ± standard deviation over "
         f"the seeds. {validation['queries']} held-out definitions are searched among "
-        f"{validation['texts']} words. Training takes {seconds:.0f} s.\n\n"
+        f"{validation['texts']} words. Training takes {seconds:.0f} s on a "
+        f"machine that is shared with other work.\n\n"
         f"{markdown_table(header, rows)}\n"
         f"![Training loss of each seed]({name}.png)"
     )
