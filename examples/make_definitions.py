@@ -1,7 +1,9 @@
-"""Writes examples/definitions.tsv for the demo: the nouns that WordNet's annotated texts use most,
-with their definitions.
+"""Write examples/definitions.tsv: the most frequent nouns of WordNet with their definitions.
 
-python examples/make_definitions.py          (needs WordNet: apt-get install wordnet-base)
+    apt-get install wordnet-base
+    python examples/make_definitions.py
+
+The frequency of a noun is that in WordNet's annotated texts.
 """
 
 import argparse
@@ -11,51 +13,62 @@ from benchmarks.local_text import WORDNET, split_gloss
 from neobert.common.files import write_text
 
 
-def used_most(folder, count):
-    """(words, definition) of the `count` noun synsets with most annotated uses, in the order of the
-    file (wndb(5), cntlist(5))."""
-    uses = {}
+def read_counts(folder: Path) -> dict[str, int]:
+    """Return the frequency of each sense in annotated texts, {sense key: count} (cntlist(5))."""
+    counts = {}
     for line in (folder / "cntlist.rev").read_text().splitlines():
-        key, _, times = line.split()
-        uses[key] = int(times)
-    rows = []
+        key, _, count = line.split()
+        counts[key] = int(count)
+    return counts
+
+
+def most_frequent_nouns(folder: Path, num_synsets: int) -> list[tuple[str, str]]:
+    """Return the words and the definition of the most frequent noun synsets, in file order.
+
+    Args:
+        folder: Directory of WordNet's database files (wndb(5)).
+        num_synsets: Number of synsets.
+    """
+    counts = read_counts(folder)
+    synsets = []
     for line in (folder / "data.noun").read_text(encoding="utf-8", errors="replace").splitlines():
+        # The license at the top of the file is indented.
         if line.startswith("  "):
             continue
-        fields, _, gloss = line.partition(" | ")
-        fields = fields.split()
-        words = fields[4 : 4 + 2 * int(fields[3], 16) : 2]
-        ids = fields[5 : 5 + 2 * int(fields[3], 16) : 2]
-        keys = [
-            f"{word.lower()}%1:{int(fields[1]):02d}:{int(number, 16):02d}::"
-            for word, number in zip(words, ids)
-        ]
+        head, _, gloss = line.partition(" | ")
+        fields = head.split()
+        lexicographer_file = int(fields[1])
+        end = 4 + 2 * int(fields[3], 16)
+        words = fields[4:end:2]
         definition, _ = split_gloss(gloss)
-        if definition and not words[0][0].isupper():
-            rows.append(
-                (
-                    sum(uses.get(key, 0) for key in keys),
-                    len(rows),
-                    ", ".join(words).replace("_", " "),
-                    definition,
-                )
-            )
-    chosen = sorted(rows, key=lambda row: (-row[0], row[1]))[:count]
-    return [
-        (words, definition) for _, _, words, definition in sorted(chosen, key=lambda row: row[1])
-    ]
+        if not definition or words[0][0].isupper():
+            continue
+
+        count = 0
+        for word, sense in zip(words, fields[5:end:2]):
+            key = f"{word.lower()}%1:{lexicographer_file:02d}:{int(sense, 16):02d}::"
+            count += counts.get(key, 0)
+        synsets.append((count, ", ".join(words).replace("_", " "), definition))
+
+    # sorted() is stable, so that synsets with equal counts keep their order.
+    by_count = sorted(range(len(synsets)), key=lambda index: -synsets[index][0])
+    return [synsets[index][1:] for index in sorted(by_count[:num_synsets])]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=8000)
+    parser.add_argument("--count", type=int, default=8000, help="Number of definitions.")
     parser.add_argument(
-        "--output", type=Path, default=Path(__file__).resolve().parent / "definitions.tsv"
+        "--output",
+        type=Path,
+        default=Path(__file__).resolve().parent / "definitions.tsv",
+        help="File to write.",
     )
-    arguments = parser.parse_args()
-    rows = used_most(Path(WORDNET), arguments.count)
-    write_text(arguments.output, "".join(f"{words}\t{definition}\n" for words, definition in rows))
-    print(f"{arguments.output}: {len(rows):,} definitions")
+    args = parser.parse_args()
+
+    rows = most_frequent_nouns(Path(WORDNET), args.count)
+    write_text(args.output, "".join(f"{words}\t{definition}\n" for words, definition in rows))
+    print(f"{args.output}: {len(rows):,} definitions")
 
 
 if __name__ == "__main__":

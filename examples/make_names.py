@@ -1,11 +1,11 @@
-"""Sentences with tagged names, from WordNet, for the example of named entities.
+"""Write sentences with tagged names from WordNet, for token classification.
 
+    apt-get install wordnet-base
     python examples/make_names.py --output runs/names
 
 Writes train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", ...], "tags": ["B-PER",
-"I-PER", ...]}: what WordNet says of people (PER), places (LOC) and groups (ORG). Names are found by
-WordNet's own entries, so the tags are a rule's, not a person's. Needs WordNet: apt-get install
-wordnet-base
+"I-PER", ...]}: WordNet's definitions of people (PER), places (LOC) and groups (ORG). A name is
+tagged if it is an entry of WordNet, so the tags are not verified by a person.
 """
 
 import argparse
@@ -19,70 +19,93 @@ from neobert.common.folders import check_new
 from neobert.common.scripts import run_script
 
 
-# Files of WordNet (lexnames(5)) that hold names: groups, places, natural objects such as rivers,
-# people.
-KINDS = {"14": "ORG", "15": "LOC", "17": "LOC", "18": "PER"}
+# Lexicographer files of WordNet (lexnames(5)) that contain names: groups, places, natural objects
+# such as rivers, and people.
+ENTITY_TYPES = {"14": "ORG", "15": "LOC", "17": "LOC", "18": "PER"}
 
 
-def words_of(text):
+def split_words(text: str) -> list[str]:
+    """Split a text into words and punctuation marks."""
     return re.findall(r"\w+(?:['-]\w+)*|[^\w\s]", text)
 
 
-def read_names(folder):
-    """{words of a name: its kind} and the sentences, from the noun synsets that are instances of
-    something."""
-    names, sentences = {}, []
+def read_names(folder: Path) -> tuple[dict[tuple[str, ...], str], list[str]]:
+    """Read the names and their definitions.
+
+    Args:
+        folder: Directory of WordNet's database files (wndb(5)).
+
+    Returns:
+        The entity type of each name, {words of the name: type}, and the sentences
+        "NAME: DEFINITION.".
+    """
+    types: dict[tuple[str, ...], set[str]] = {}
+    sentences = []
     for line in (folder / "data.noun").read_text(encoding="utf-8", errors="replace").splitlines():
-        fields, _, gloss = line.partition(" | ")
-        fields = fields.split()
-        if line.startswith("  ") or fields[1] not in KINDS or "@i" not in fields:
+        head, _, gloss = line.partition(" | ")
+        fields = head.split()
+        # Names are instances (@i) of another synset.
+        if line.startswith("  ") or fields[1] not in ENTITY_TYPES or "@i" not in fields:
             continue
-        words = [word.replace("_", " ") for word in fields[4 : 4 + 2 * int(fields[3], 16) : 2]]
-        for word in words:
-            names.setdefault(tuple(words_of(word)), set()).add(KINDS[fields[1]])
-        definition = split_gloss(gloss)[0]
-        sentences.append(f"{max(words, key=len)}: {definition}.")
-    # A name of two kinds (Washington) is left out, and what is written like an ordinary word.
-    return {
-        name: next(iter(kinds))
-        for name, kinds in names.items()
-        if len(kinds) == 1 and name[0][:1].isupper()
-    }, sentences
+
+        end = 4 + 2 * int(fields[3], 16)
+        names = [name.replace("_", " ") for name in fields[4:end:2]]
+        for name in names:
+            types.setdefault(tuple(split_words(name)), set()).add(ENTITY_TYPES[fields[1]])
+        sentences.append(f"{max(names, key=len)}: {split_gloss(gloss)[0]}.")
+
+    # Skip names of several types (Washington), and names that look like ordinary words.
+    unique = {
+        name: next(iter(name_types))
+        for name, name_types in types.items()
+        if len(name_types) == 1 and name[0][:1].isupper()
+    }
+    return unique, sentences
 
 
-def tagged(sentence, names, longest):
-    """The words of a sentence and their tags; the longest name wins."""
-    tokens = words_of(sentence)
+def tag(sentence: str, types: dict[tuple[str, ...], str], max_words: int) -> dict[str, list[str]]:
+    """Return the words of a sentence and their BIO tags. The longest name at a position wins."""
+    tokens = split_words(sentence)
     tags = ["O"] * len(tokens)
     start = 0
     while start < len(tokens):
-        width = next(
-            (n for n in range(longest, 0, -1) if tuple(tokens[start : start + n]) in names), 0
-        )
-        kind = names.get(tuple(tokens[start : start + width]))
-        tags[start : start + width] = [f"{'I' if i else 'B'}-{kind}" for i in range(width)]
-        start += max(1, width)
+        for length in range(max_words, 0, -1):
+            entity_type = types.get(tuple(tokens[start : start + length]))
+            if entity_type:
+                tags[start] = f"B-{entity_type}"
+                tags[start + 1 : start + length] = [f"I-{entity_type}"] * (length - 1)
+                break
+        else:
+            length = 1
+        start += length
     return {"tokens": tokens, "tags": tags}
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=4000, help="rows at most")
-    parser.add_argument("--test", type=int, default=500, help="rows at most")
+    parser.add_argument("--output", type=Path, required=True, help="New directory.")
+    parser.add_argument("--train", type=int, default=4000, help="Maximum number of training rows.")
+    parser.add_argument("--test", type=int, default=500, help="Maximum number of test rows.")
     args = parser.parse_args(argv)
     check_new(args.output)
-    names, sentences = read_names(Path(WORDNET))
-    longest, rows = max(map(len, names)), {"train": [], "test": []}
-    for sentence in sorted(sentences, key=lambda text: hashlib.sha1(text.encode()).digest()):
-        split = "test" if len(rows["test"]) < args.test else "train"
-        rows[split].append(json.dumps(tagged(sentence, names, longest)) + "\n")
+
+    types, sentences = read_names(Path(WORDNET))
+    max_words = max(map(len, types))
+    # The order by hash is random, and the same everywhere.
+    sentences.sort(key=lambda text: hashlib.sha1(text.encode()).digest())
+    lines = [json.dumps(tag(sentence, types, max_words)) + "\n" for sentence in sentences]
+    splits = {
+        "train": lines[args.test :][: args.train],
+        "test": lines[: args.test],
+    }
+
     args.output.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", args.train), ("test", args.test)):
-        (args.output / f"{split}.jsonl").write_text("".join(rows[split][:count]), encoding="utf-8")
-        print(f"{args.output}/{split}.jsonl: {len(rows[split][:count]):,} rows")
+    for name, split in splits.items():
+        path = args.output / f"{name}.jsonl"
+        path.write_text("".join(split), encoding="utf-8")
+        print(f"{path}: {len(split):,} rows")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Builds the page of examples/browser: the page's own files, the exported model, and what it needs
-of two npm packages, in one folder.
+"""Build the page of examples/browser in one directory.
 
-    python examples/browser/build.py --modules FOLDER/node_modules \\
-        [--model examples/sentence-encoder] [--output examples/browser/site]
+The directory contains the files of the page, the exported model, and files of two npm packages.
 
-Then serve that folder: python -m http.server --directory examples/browser/site
+    python examples/browser/build.py --modules FOLDER/node_modules
+    python -m http.server --directory examples/browser/site
 """
 
 import argparse
@@ -27,42 +26,64 @@ PACKAGES = {
 MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "onnx/model_quantized.onnx")
 
 
-def build(model, modules, output):
-    """Writes the folder completely or not at all."""
+def build(model: Path, modules: Path, output: Path) -> None:
+    """Write the directory completely or not at all.
+
+    Args:
+        model: Directory of the sentence encoder.
+        modules: Directory "node_modules" with the npm packages.
+        output: New directory.
+
+    Raises:
+        UserError: If a file of the npm packages is missing.
+    """
     with tempfile.TemporaryDirectory() as scratch, new_folder(output) as site:
         for name in PAGE:
             shutil.copy(HERE / name, site)
-        for folder, names in PACKAGES.items():
+
+        (site / "vendor").mkdir()
+        for package, names in PACKAGES.items():
             for name in names:
-                if not (modules / folder / name).is_file():
+                path = modules / package / name
+                if not path.is_file():
                     raise UserError(
-                        f"{modules} has no {folder}/{name}; in it: npm install "
-                        "(tests/engines/package.json has the versions)"
+                        f"`modules` must contain {package}/{name}, got {modules}. Run `npm "
+                        "install` with the versions of tests/engines/package.json."
                     )
-                (site / "vendor").mkdir(exist_ok=True)
-                shutil.copy(modules / folder / name, site / "vendor")
+                shutil.copy(path, site / "vendor")
+
         exported = Path(scratch) / "model"
         export(["onnx", str(model), str(exported), "--precisions", "int8"])
         for name in MODEL:
-            (site / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(exported / name, site / "model" / name)
+            target = site / "model" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(exported / name, target)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modules", type=Path, required=True)
-    parser.add_argument("--model", type=Path, default=HERE.parent / "sentence-encoder")
-    parser.add_argument("--output", type=Path, default=HERE / "site")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--modules", type=Path, required=True, help="Directory node_modules of the npm packages."
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=HERE.parent / "sentence-encoder",
+        help="Directory of the sentence encoder.",
+    )
+    parser.add_argument("--output", type=Path, default=HERE / "site", help="New directory.")
+    args = parser.parse_args()
+
     try:
-        check_new(given.output, "--output")
-        build(given.model, given.modules, given.output)
+        check_new(args.output, "--output")
+        build(args.model, args.modules, args.output)
     except UserError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    size = sum(path.stat().st_size for path in given.output.rglob("*") if path.is_file())
+
+    size = sum(path.stat().st_size for path in args.output.rglob("*") if path.is_file())
     print(
-        f"{given.output} ({size / 1e6:.1f} MB); open it with: python -m http.server --directory "
-        f"{given.output}"
+        f"{args.output} ({size / 1e6:.1f} MB). Serve it with: python -m http.server --directory "
+        f"{args.output}"
     )
 
 
