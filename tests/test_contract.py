@@ -280,7 +280,7 @@ def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
     for output in ("a.gguf", "b.gguf"):
         before = everything(tmp_path / output)
         code, printed, _ = run(make(inputs, tmp_path / output), no_model=True)
-        assert code == 2 and ("there already" in printed or "is a file" in printed), printed
+        assert code == 2 and ("already exists" in printed or "is a file" in printed), printed
         assert everything(tmp_path / output) == before
 
 

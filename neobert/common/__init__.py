@@ -1,4 +1,3 @@
-"""Ground floor: what several rooms need. Imports no other room, only the configuration and the
-model."""
+"""Code that several commands share. Imports no other room, only the configuration of the model."""
 
 __version__ = "0.1.0"

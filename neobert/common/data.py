@@ -1,13 +1,14 @@
-"""The one reader of rows: jsonl, csv, tsv, parquet or txt in a file, a folder, a glob or a URL, in
-constant memory.
+"""Reader of rows: jsonl, csv, tsv, parquet or txt in a file, a folder, a glob or a URL.
 
     for row in rows("s3://bucket/pairs/*.jsonl.gz", ["anchor", "positive"]):
         ...
 
-A jsonl file has one JSON object a line, a csv or tsv file the names of its columns in the first
-line, a txt file one text a line, in the column "text". Blank lines are no rows. All but parquet may
-be compressed (.gz, .bz2, .xz, .zst). URLs are those of fsspec: s3:// needs s3fs, gs:// gcsfs, hf://
-nothing more. Nothing is kept between two readings, so that a changed file is never read as it was.
+A jsonl file contains one JSON object per line, a csv or tsv file the names of its columns in the
+first line, and a txt file one text per line, which becomes the column "text". Blank lines are
+skipped. All formats but parquet may be compressed (.gz, .bz2, .xz, .zst). URLs are those of fsspec:
+s3:// requires s3fs, gs:// gcsfs, and hf:// nothing more.
+
+Memory use is constant. Nothing is cached, so changes to a file are always seen.
 """
 
 import csv
@@ -17,8 +18,9 @@ import itertools
 import json
 import os
 import re
-from pathlib import PurePosixPath
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow
@@ -31,13 +33,17 @@ FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
+# ------------------------------------------------------------------------------------------------
+# files
+
+
 class File(NamedTuple):
     """A file of rows.
 
     Attributes:
-        url: its path or URL.
-        name: its path below the source that it was found in.
-        size: bytes.
+        url: Path or URL.
+        name: Path relative to the source that contains the file.
+        size: Size in bytes.
     """
 
     url: str
@@ -45,24 +51,30 @@ class File(NamedTuple):
     size: int
 
     @property
-    def format(self):
+    def format(self) -> str | None:
+        """Format of the file, one of FORMATS."""
         return file_format(self.name)
 
 
-def file_format(name):
-    """The format of a file by its name, one of FORMATS, or None: `a.jsonl.gz` is ".jsonl"."""
+def file_format(name: str) -> str | None:
+    """Return the format of a file, one of FORMATS, or None: `a.jsonl.gz` is ".jsonl"."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
-def files(source):
-    """The `File`s of a source in the order of their names: a file itself, those below a folder, or
-    those that a glob matches. Names that begin with "." or "_" are passed over.
+def files(source: str | Path) -> list[File]:
+    """Return the files of a source, sorted by name.
+
+    Files and folders whose name begins with "." or "_" are ignored.
+
+    Args:
+        source: A file, a folder with files at any depth, or a glob.
 
     Raises:
-        UserError: there are none, they have several formats, or the place cannot be read.
+        UserError: If there are no files, the files have several formats, or the source cannot be
+            read.
     """
     source = str(source).rstrip("/")
     is_stored = os.path.isfile(source) or os.path.isdir(source)
@@ -71,159 +83,230 @@ def files(source):
             f"the source must be a file, a folder, a glob or a URL, got the stream {source}. Write "
             "its content to a file first: streams can be read only once."
         )
+    # Each file system of fsspec raises its own exceptions.
     try:
-        filesystem, path = fsspec.url_to_fs(source)
-        filesystem.invalidate_cache()
-        base = source
-        if filesystem.isfile(path):
-            base, infos = source.rpartition("/")[0], {path: filesystem.info(path)}
-            path = path.rpartition("/")[0]
-        elif "*" in source or "?" in source or "[" in source:
-            base, path = (re.split(r"[*?[]", text)[0].rpartition("/")[0] for text in (source, path))
-            infos = filesystem.glob(filesystem._strip_protocol(source), detail=True)
-        else:
-            infos = filesystem.find(path, detail=True)
-    except Exception as error:  # each file system has its own
-        raise UserError(f"{source} cannot be read ({one_line(error)})") from error
-    matches = []
-    for place, info in sorted(infos.items()):
-        name = place[len(path) :].lstrip("/")
-        hidden = any(part.startswith((".", "_")) for part in name.split("/"))
-        if hidden or not file_format(name):
-            continue
-        if info["type"] == "file" or filesystem.isfile(place):  # of a link
-            url = f"{base}/{name}" if base or source.startswith("/") else name
-            matches.append(File(url, name, info["size"]))
-    kinds = {file.format for file in matches}
+        matches = _find_files(source)
+    except Exception as error:
+        raise UserError(f"{source} cannot be read ({one_line(error)}).") from error
+
     if not matches:
-        raise UserError(f"there is no file of rows at {source} ({', '.join(FORMATS)})")
-    if len(kinds) > 1:
+        raise UserError(
+            f"there is no file of rows at {source}. Supported formats: {', '.join(FORMATS)}."
+        )
+    formats = {file.format for file in matches}
+    if len(formats) > 1:
         names = listed([file.name for file in matches], 5)
         raise UserError(
-            f"{source} has files of several formats ({listed(sorted(kinds))}): {names}; give those "
-            "of one, with a glob"
+            f"{source} contains files of several formats ({listed(sorted(map(str, formats)))}): "
+            f"{names}. Select the files of one format with a glob."
         )
     return matches
 
 
-def rows(source, columns=None, texts=()):
-    """Yields the rows of all files of a source, dicts, in their order.
+def _find_files(source: str) -> list[File]:
+    """Return the files of a source with a known format, sorted by name."""
+    filesystem, path = fsspec.url_to_fs(source)
+    filesystem.invalidate_cache()
+
+    base = source
+    if filesystem.isfile(path):
+        infos = {path: filesystem.info(path)}
+        base = source.rpartition("/")[0]
+        path = path.rpartition("/")[0]
+    elif "*" in source or "?" in source or "[" in source:
+        infos = filesystem.glob(filesystem._strip_protocol(source), detail=True)
+        base = _before_wildcards(source)
+        path = _before_wildcards(path)
+    else:
+        infos = filesystem.find(path, detail=True)
+
+    matches = []
+    for full_path, info in sorted(infos.items()):
+        name = full_path[len(path) :].lstrip("/")
+        is_hidden = any(part.startswith((".", "_")) for part in name.split("/"))
+        if is_hidden or not file_format(name):
+            continue
+        # The type of a symbolic link is "link", also if the link points to a file.
+        if info["type"] == "file" or filesystem.isfile(full_path):
+            url = f"{base}/{name}" if base or source.startswith("/") else name
+            matches.append(File(url, name, info["size"]))
+    return matches
+
+
+def _before_wildcards(path: str) -> str:
+    """Return the folder of a glob that contains no wildcard."""
+    return re.split(r"[*?[]", path)[0].rpartition("/")[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# rows
+
+
+def rows(
+    source: str | Path, columns: Sequence[str] | None = None, texts: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all files of a source, in the order of the files.
 
     Args:
-        columns: those that every row must have and that it is cut to; by default all.
-        texts: those of them that must hold text.
+        source: A file, a folder, a glob or a URL.
+        columns: Columns that every row must have. Other columns are dropped. By default all
+            columns are returned.
+        texts: Columns that must contain text.
+
     Raises:
-        UserError: of `files`; a file that is broken or lacks a column, by its name and its row.
+        UserError: If the source has no files or several formats, or if a file is damaged or lacks a
+            column. The message names the file and the row.
     """
     for file in files(source):
         for _, row in numbered_rows(file, columns, texts):
-            yield row
+            if row is not None:
+                yield row
 
 
-def numbered_rows(file, columns=None, texts=(), wanted=None):
-    """Yields (number from 0, row) of one `File`; see `rows`.
+def numbered_rows(
+    file: File,
+    columns: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    wanted: Callable[[int], bool] | None = None,
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the rows of one file with their number, counted from 0.
 
     Args:
-        wanted: called with the number of a row; where it is false, None may stand in place of the
-            row, which is then not decoded.
+        file: File to read.
+        columns: Columns that every row must have, see `rows`.
+        texts: Columns that must contain text.
+        wanted: Function of the number of a row. Other rows are not decoded and yielded as None.
+
+    Raises:
+        UserError: If the file is damaged or lacks a column.
     """
     read = _parquet_rows if file.format == ".parquet" else _text_rows
-    parse = _PARSERS.get(file.format, lambda row: row)
+    parse = _PARSERS.get(file.format, _unchanged)
     number = -1
     try:
         for number, raw in enumerate(read(file, columns, wanted)):
-            if wanted is None or wanted(number):
-                try:
-                    row = _checked(parse(raw), columns, texts)
-                except ValueError as error:
-                    reason = one_line(getattr(error, "msg", error))
-                    raise UserError(f"{file.url}, row {number + 1:,}: {reason}") from error
-                yield number, row
-            else:
+            if wanted is not None and not wanted(number):
                 yield number, None
+                continue
+            try:
+                row = _checked(parse(raw), columns, texts)
+            except ValueError as error:
+                reason = one_line(getattr(error, "msg", error))
+                raise UserError(f"{file.url}, row {number + 1:,}: {reason}.") from error
+            yield number, row
     except UserError:
         raise
-    except Exception as error:  # of the file system, the compression, the format
+    # The file system, the decompression and the format raise their own exceptions.
+    except Exception as error:
         where = f"after row {number + 1:,}: " if number >= 0 else ""
-        raise UserError(f"{file.url} cannot be read ({where}{one_line(error)})") from error
+        raise UserError(f"{file.url} cannot be read ({where}{one_line(error)}).") from error
 
 
-def schema(file):
-    """The Arrow schema of a `File`: its own where it is parquet, else the columns of the first row,
-    as text."""
+def schema(file: File) -> pyarrow.Schema:
+    """Return the Arrow schema of a file.
+
+    For formats other than parquet, the columns are those of the first row, and their type is text.
+    """
     if file.format == ".parquet":
         with _parquet(file) as table:
             return table.schema_arrow
-    _, row = next(numbered_rows(file), (0, {}))
-    return pyarrow.schema([(name, pyarrow.string()) for name in row])
+    _, row = next(numbered_rows(file), (0, None))
+    return pyarrow.schema([(name, pyarrow.string()) for name in row or ()])
 
 
 def is_empty(file: File) -> bool:
-    """Return whether a `File` has no rows."""
+    """Return whether a file has no rows."""
     if file.format == ".parquet":
         return count_rows(file) == 0
     return next(numbered_rows(file), None) is None
 
 
-def count_rows(file):
-    """Number of the rows of a `File`."""
+def count_rows(file: File) -> int:
+    """Return the number of rows of a file."""
     if file.format == ".parquet":
         with _parquet(file) as table:
             return table.metadata.num_rows
     return sum(1 for _ in numbered_rows(file, wanted=lambda number: False))
 
 
-def _checked(row, columns, texts):
+def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> dict[str, Any]:
+    """Return a row with the columns that are read.
+
+    Raises:
+        ValueError: If the row is not an object, lacks a column, or a text is not text.
+    """
     if not isinstance(row, dict):
-        raise ValueError("a row must be an object {...}, one a line")
-    if None in row:  # of a table
-        raise ValueError("it has more columns than the first line; a separator in a text?")
-    if missing := [name for name in (texts if columns is None else columns) if name not in row]:
-        has = listed(map(str, row)) or "nothing"
-        raise ValueError(f"there is no column {missing[0]!r}; there is: {has}")
+        raise ValueError("a row must be an object {...} on a line of its own")
+    # csv.DictReader collects the values beyond the header under None.
+    if None in row:
+        raise ValueError(
+            "the row has more columns than the header. Enclose texts that contain the separator in "
+            "quotes"
+        )
+    missing = [name for name in (texts if columns is None else columns) if name not in row]
+    if missing:
+        names = listed(map(str, row)) or "none"
+        raise ValueError(f"there is no column {missing[0]!r}. Columns: {names}")
     for name in texts:
         if not isinstance(row[name], str):
             value = shortened(json.dumps(row[name], default=str), 60)
-            raise ValueError(f"{name!r} must be text, but is {value}")
+            raise ValueError(f"{name!r} must be text, got {value}")
     return row if columns is None else {name: row[name] for name in columns}
 
 
-_PARSERS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), json.loads),
-    ".txt": lambda line: {"text": line.rstrip("\r\n")},
+def _unchanged(row: dict[str, Any]) -> dict[str, Any]:
+    return row
+
+
+def _line_of_text(line: str) -> dict[str, str]:
+    return {"text": line.rstrip("\r\n")}
+
+
+_PARSERS: dict[str | None, Callable[[Any], Any]] = {
+    ".jsonl": json.loads,
+    ".ndjson": json.loads,
+    ".json": json.loads,
+    ".txt": _line_of_text,
 }
 
 
-def _text_rows(file, columns, wanted):
-    """Lines that are not blank, or the rows of a table."""
+def _text_rows(
+    file: File, columns: Sequence[str] | None, wanted: Callable[[int], bool] | None
+) -> Iterator[Any]:
+    """Yield the lines that are not blank, or the rows of a table."""
     with fsspec.open(file.url, "rb", compression="infer") as binary:
-        table = file.format in (".csv", ".tsv")
-        with io.TextIOWrapper(binary, "utf-8-sig", newline="" if table else "\n") as lines:
-            if not table:
+        is_table = file.format in (".csv", ".tsv")
+        with io.TextIOWrapper(binary, "utf-8-sig", newline="" if is_table else "\n") as lines:
+            if not is_table:
                 yield from (line for line in lines if not line.isspace())
                 return
             csv.field_size_limit(2**30)
             if file.format == ".csv":
                 yield from csv.DictReader(lines, strict=True)
-            else:  # where a quote is a character as any other
+            else:
+                # In a tsv file a quote is a character like any other.
                 yield from csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
-def _parquet(file):
+def _parquet(file: File) -> pyarrow.parquet.ParquetFile:
     filesystem, path = fsspec.url_to_fs(file.url)
     return pyarrow.parquet.ParquetFile(path, filesystem=filesystem)
 
 
-def _parquet_rows(file, columns, wanted):
-    """Rows; of a row group in which none is wanted, None in place of each."""
+def _parquet_rows(
+    file: File, columns: Sequence[str] | None, wanted: Callable[[int], bool] | None
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a parquet file. A row group without a wanted row is yielded as None."""
     with _parquet(file) as table:
-        # One that is not there is named by the check of the rows.
-        known = columns if {*(columns or ())} <= {*table.schema_arrow.names} else None
+        # The check of the rows reports missing columns.
+        is_complete = {*(columns or ())} <= {*table.schema_arrow.names}
+        names = list(columns) if columns is not None and is_complete else None
+
         start = 0
         for group in range(table.num_row_groups):
             stop = start + table.metadata.row_group(group).num_rows
             if wanted is None or any(map(wanted, range(start, stop))):
-                for batch in table.iter_batches(1024, row_groups=[group], columns=known):
+                for batch in table.iter_batches(1024, row_groups=[group], columns=names):
                     yield from batch.to_pylist()
             else:
                 yield from itertools.repeat(None, stop - start)
@@ -231,16 +314,18 @@ def _parquet_rows(file, columns, wanted):
 
 
 # ------------------------------------------------------------------------------------------------
-# which rows are kept out of training
+# sampling by hash
 
 
-def fraction(key):
-    """A number from 0 to 1 that is a fixed function of a text, the same on every machine."""
+def fraction(key: str) -> float:
+    """Return a number from 0 to 1 that depends on a text only, identical on every machine."""
     digest = hashlib.sha1(key.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def is_held_out(key, percent):
-    """Whether a row belongs to the held-out part of `percent`, by the SHA-1 of its key: the same
-    whatever the order."""
+def is_held_out(key: str, percent: float) -> bool:
+    """Return whether a row belongs to the validation set of `percent` % of the rows.
+
+    The decision depends on the SHA-1 of the row's key, and not on the order of the rows.
+    """
     return fraction(key) < percent / 100

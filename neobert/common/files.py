@@ -1,15 +1,17 @@
-"""Text, JSON and YAML files: written completely or not at all, without secrets.
+"""Text, JSON and YAML files, written atomically and without secrets.
 
-YAML has numbers and truths as its version 1.2 (1e-4 is a number, no is text), and `${a.b}` stands
-for what is there. Secrets are options and keys named token, key, password or secret, and the user
-part of an address: by name alone.
+YAML files have the numbers and booleans of YAML 1.2 (1e-4 is a number, `no` is text), and `${a.b}`
+is replaced by the value of the key b in a. Secrets are the values of options and keys whose name
+ends with token, key, password or secret, and the user in a URL.
 """
 
 import itertools
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -23,24 +25,37 @@ _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def check_file(path):
-    """Raises UserError unless `path` is a file: a pipe or a device may never end."""
-    if not os.path.isfile(path):
-        raise UserError(f"{path} is not a file" if os.path.exists(path) else f"no file {path}")
+def check_file(path: str | Path) -> None:
+    """Check that a path is a regular file. A pipe or a device may never end.
+
+    Raises:
+        UserError: If the path is not a file.
+    """
+    if os.path.isfile(path):
+        return
+    if os.path.exists(path):
+        raise UserError(f"{path} is not a file.")
+    raise UserError(f"there is no file {path}.")
 
 
-def read_text(path):
-    """The content of a UTF-8 file; UserError where it cannot be read."""
+def read_text(path: str | Path) -> str:
+    """Return the content of a UTF-8 file.
+
+    Raises:
+        UserError: If the file does not exist or cannot be read.
+    """
     check_file(path)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({one_line(error)})") from None
+        raise UserError(f"{path} cannot be read ({one_line(error)}).") from None
 
 
-def write_text(path, text):
-    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are
-    written as escapes: "\\udce9"."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file atomically.
+
+    Lone surrogates, which occur in file names that are not UTF-8, are written as escapes.
+    """
     with new_file(path) as file:
         file.write(bytes(text, "utf-8", "backslashreplace"))
 
@@ -49,22 +64,26 @@ def write_text(path, text):
 # JSON
 
 
-def read_json(path):
-    """The content of a JSON file; UserError where it cannot be read."""
+def read_json(path: str | Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        UserError: If the file does not exist, cannot be read, or is not valid JSON.
+    """
     text = read_text(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({one_line(error)})") from None
+        raise UserError(f"{path} is not valid JSON ({one_line(error)}).") from None
 
 
-def json_text(data):
-    """The one form of JSON files here: indented, characters as they are."""
+def json_text(data: Any) -> str:
+    """Return data as the text of a JSON file, indented and without escapes of letters."""
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def write_json(path, data):
-    """Writes `data` as `json_text`, completely or not at all, without secrets (`redacted`)."""
+def write_json(path: str | Path, data: Any) -> None:
+    """Write a JSON file atomically, without secrets (see `redacted`)."""
     write_text(path, json_text(redacted(data)))
 
 
@@ -82,11 +101,16 @@ class _Loader(yaml.SafeLoader):
     YAML 1.1 reads 1e-4, without a dot, as text, and no, off, yes and on as booleans.
     """
 
-    def compose_node(self, parent, index):
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        # Number of values of every node that has been composed, {id of the node: number}.
+        self.sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose the next node and count the values it has once its aliases are expanded."""
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        if is_alias:
+        if is_alias or node is None:
             return node
 
         # Children are composed before their parent. An alias to a parent, which the constructor
@@ -94,9 +118,9 @@ class _Loader(yaml.SafeLoader):
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             children = itertools.chain.from_iterable(children)
-        sizes = vars(self).setdefault("sizes", {})
-        sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for child in children)
-        _check_size(sizes[id(node)])
+        size = 1 + sum(self.sizes.get(id(child), 1) for child in children)
+        _check_size(size)
+        self.sizes[id(node)] = size
         return node
 
 
@@ -114,7 +138,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path):
+def read_yaml(path: str | Path) -> Any:
     """Return the content of a YAML file with its references resolved.
 
     Returns:
@@ -122,24 +146,28 @@ def read_yaml(path):
         None.
 
     Raises:
-        UserError: the file does not exist, is not valid YAML, or has more than `MAX_VALUES` values.
+        UserError: If the file does not exist, is not valid YAML, or has more than `MAX_VALUES`
+            values.
     """
     text = read_text(path)
     try:
         data = parse_yaml(text)
         return _resolved(data, data, itertools.count(1))
-    except Exception as error:  # PyYAML's own, and those of int(), of dates, of a deep file
-        raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
+    # Besides the errors of PyYAML there are those of int(), of dates, and of deep recursion.
+    except Exception as error:
+        raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}.") from error
 
 
-def parse_yaml(text: str):
+def parse_yaml(text: str) -> Any:
     """Return the content of YAML text with references such as `${model.size}` left as text."""
     return yaml.load(text, _Loader)
 
 
-def read_brackets(text):
-    """Return a list or mapping in the brackets of YAML or JSON as what it is, and any other text,
-    such as the pattern [ab]*.txt, unchanged."""
+def read_brackets(text: str) -> Any:
+    """Return the list or mapping in text such as "[a, b]" or "{a: 1}".
+
+    Other text, such as the pattern [ab]*.txt, is returned unchanged.
+    """
     try:
         return parse_yaml(text) if text.startswith(("[", "{")) else text
     except Exception:
@@ -149,18 +177,17 @@ def read_brackets(text):
 def _check_size(count: int) -> None:
     if count > MAX_VALUES:
         raise UserError(
-            f"aliases and references must expand to at most {MAX_VALUES:,} values, got more"
+            f"aliases and references must expand to at most {MAX_VALUES:,} values, got more."
         )
 
 
-def _resolved(value, data, counter):
-    """Return `value` with every text that is one reference, `${section.name}`, replaced by the
-    value that it names in `data`.
+def _resolved(value: Any, data: Any, counter: Iterator[int]) -> Any:
+    """Return a value with its references, `${section.name}`, replaced by the values they name.
 
     Args:
-        value: a part of `data`.
-        data: the content of the file.
-        counter: counts the values of the result.
+        value: Part of `data`.
+        data: Content of the file.
+        counter: Counter of the values of the result.
     """
     _check_size(next(counter))
     if isinstance(value, dict):
@@ -181,29 +208,32 @@ def _resolved(value, data, counter):
 # secrets
 
 
-def redacted(data):
-    """`data` (of JSON types) with the text under such keys, and the users in addresses, hidden."""
+def redacted(data: Any) -> Any:
+    """Return JSON data with secrets and the users in URLs replaced by HIDDEN."""
     if isinstance(data, dict):
-        return {
-            key: HIDDEN
-            if value and isinstance(value, str) and _SECRET.search(str(key))
-            else redacted(value)
-            for key, value in data.items()
-        }
+        return {key: _redacted_value(key, value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [redacted(value) for value in data]
     return _USER.sub(HIDDEN, data) if isinstance(data, str) else data
 
 
-def redacted_arguments(argv):
-    """A command line with the values of such options hidden: `--hub_token X`, `--api-key=X`."""
-    output, hide = [], False
+def _redacted_value(key: object, value: Any) -> Any:
+    is_secret = bool(value) and isinstance(value, str) and _SECRET.search(str(key))
+    return HIDDEN if is_secret else redacted(value)
+
+
+def redacted_arguments(argv: Sequence[str]) -> list[str]:
+    """Return a command line with secrets replaced by HIDDEN: `--hub_token X`, `--api-key=X`."""
+    output = []
+    hide_next = False
     for argument in argv:
         option, equals, _ = argument.partition("=")
         is_secret = option.startswith("-") and bool(_SECRET.search(option))
-        if hide and not argument.startswith("--"):
+        if hide_next and not argument.startswith("--"):
             output.append(HIDDEN)
+        elif is_secret and equals:
+            output.append(f"{option}={HIDDEN}")
         else:
-            output.append(f"{option}={HIDDEN}" if is_secret and equals else redacted(argument))
-        hide = is_secret and not equals
+            output.append(redacted(argument))
+        hide_next = is_secret and not equals
     return output

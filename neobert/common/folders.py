@@ -1,13 +1,16 @@
-"""Outputs that are made at once: complete or not there. What exists is never replaced.
+"""Atomic outputs: a file or directory appears complete or not at all.
 
-A folder is made in `.NAME.tmp` beside its place, a file as `.NAME.tmp`, flushed to the disk and
-renamed. A process that is killed leaves `.NAME.tmp`, which the next one that makes NAME clears.
+Files are written to `.NAME.tmp` and directories to `.NAME.tmp/` next to their destination, flushed
+to disk and renamed. If the process is killed, `.NAME.tmp` remains and the next process that writes
+NAME removes it. Existing directories are never replaced.
 """
 
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -17,64 +20,92 @@ from .errors import UserError
 LOCK = ".lock"
 
 
-def check_folder(output, name="the output"):
-    """Raises UserError when `output`, the value of the argument `name`, is a file."""
+def check_folder(output: str | Path, name: str = "the output") -> None:
+    """Check that a path is a directory or does not exist.
+
+    Args:
+        output: Path to check.
+        name: Name of the option in the message.
+
+    Raises:
+        UserError: If `output` is a file.
+    """
     if Path(output).exists() and not Path(output).is_dir():
-        raise UserError(f"{name} {output} is a file; choose another name")
+        raise UserError(f"{name} must be a directory, and {output} is a file. Choose another name.")
 
 
-def check_new(output, name="the output"):
-    """Raises UserError unless `output`, the value of the argument `name`, is not there, or is an
-    empty folder."""
-    place = Path(os.path.realpath(output))
-    if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
+def check_new(output: str | Path, name: str = "the output") -> None:
+    """Check that a path does not exist, or is an empty directory.
+
+    Args:
+        output: Path to check.
+        name: Name of the option in the message.
+
+    Raises:
+        UserError: If the path exists.
+    """
+    target = Path(os.path.realpath(output))
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_empty:
         raise UserError(
-            f"{name} {output} is there already; remove it yourself (rm -r {output}), or choose "
-            "another name"
+            f"{name} {output} already exists. Remove it (rm -r {output}), or choose another name."
         )
 
 
-def apart(output, *inputs):
-    """Raises UserError when the output is an input, is inside of one, or holds one."""
-    place = Path(os.path.realpath(output))
+def check_disjoint(output: str | Path, *inputs: str | Path) -> None:
+    """Check that an output neither contains an input nor is part of one.
+
+    Raises:
+        UserError: If one of the paths contains the other.
+    """
+    target = Path(os.path.realpath(output))
     for path in inputs:
         source = Path(os.path.realpath(path))
-        if place == source or place in source.parents or source in place.parents:
+        if target == source or target in source.parents or source in target.parents:
             raise UserError(
-                f"the output {output} and the input {path} are in one another; choose an output "
-                "elsewhere"
+                f"the output {output} and the input {path} must not contain each other. Choose "
+                "another output."
             )
 
 
+apart = check_disjoint
+
+
 @contextlib.contextmanager
-def new_folder(output):
-    """An empty folder that takes the place `output` when the block ends well, and vanishes when it
-    does not.
+def new_folder(output: str | Path) -> Iterator[Path]:
+    """Yield an empty directory that is renamed to `output` at the end of the block.
+
+    After an exception the directory is removed.
 
     Raises:
-        UserError: as `check_new`; another process is making it. OSError: something came meanwhile.
+        UserError: If `output` exists, or another process is writing it.
+        OSError: If another process has created `output` in the meantime.
     """
     check_new(output)
-    place = Path(os.path.realpath(output))
-    work = place.with_name(f".{place.name}.tmp")
-    with locked(work):
+    target = Path(os.path.realpath(output))
+    temporary = target.with_name(f".{target.name}.tmp")
+    with locked(temporary):
         try:
-            folder = work / "new"
+            folder = temporary / "new"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             yield folder
+
             for path in folder.rglob("*"):
                 if path.is_file():
                     flush(path)
-            os.rename(folder, place)
+            os.rename(folder, target)
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def new_file(path):
-    """A binary file that takes the name `path` when the block ends well, and vanishes when it does
-    not. One process at a time may make it."""
+def new_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a binary file that is renamed to `path` at the end of the block.
+
+    After an exception the file is removed. An existing file is replaced. Two processes must not
+    write the same file at the same time.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -91,27 +122,36 @@ def new_file(path):
         raise
 
 
-def flush(path):
-    """Puts a file that is written on the disk, with the rights that the umask leaves: safetensors
-    writes for its owner alone."""
+def flush(path: str | Path) -> None:
+    """Flush a file to disk, and give it the permissions that the umask allows.
+
+    safetensors creates files that only their owner can read.
+    """
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     umask = os.umask(0o022)
     os.umask(umask)
-    with contextlib.suppress(OSError):  # FAT, SMB and some FUSE mounts know no rights
+    # FAT, SMB and some FUSE file systems have no permissions.
+    with contextlib.suppress(OSError):
         os.chmod(path, 0o666 & ~umask)
 
 
 @contextlib.contextmanager
-def locked(folder):
-    """Within it no other process has `folder`, which is made if it is not there. The lock ends with
-    its process, also after a kill -9; its file stays."""
+def locked(folder: str | Path) -> Iterator[None]:
+    """Lock a directory for this process, and create it if necessary.
+
+    The lock is released when the process ends, even if it is killed. The lock file remains.
+
+    Raises:
+        UserError: If another process has locked the directory.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
     except Timeout:
         raise UserError(
-            f"{folder} is in use by another run; wait until it has ended, or choose another output"
+            f"{folder} is in use by another run. Wait until that run has ended, or choose another "
+            "output."
         ) from None
     with lock:
         yield

@@ -1,12 +1,13 @@
-"""What several commands load alike: the bundled folders, devices, dtypes, tokenizers, and how long
-a text a model takes."""
+"""Devices, dtypes, models and tokenizers, as several commands load and check them."""
 
 import functools
 import json
+import logging
 import re
 import shutil
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,19 +19,30 @@ from .measures import best_times, one_thread
 from .options import suggestion
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.getLogger("neobert.loading")
+
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
-# Of weights in a file, by the names of options.
+
+# Dtypes of weights in a file, by the names of options.
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def copy_code(folder):
-    """Puts the model's code files into a folder for the Hub."""
+def copy_code(folder: str | Path) -> None:
+    """Copy the code files of the model to a Hub folder."""
     for name in CODE_FILES:
         shutil.copyfile(PACKAGE / name, Path(folder) / name)
 
 
-def choose_device(device=None):
-    """The torch.device of a name, or the first CUDA device, or the CPU."""
+# ------------------------------------------------------------------------------------------------
+# devices and dtypes
+
+
+def choose_device(device: str | torch.device | None = None) -> torch.device:
+    """Return a device, by default the first GPU, or the CPU if there is none."""
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -39,179 +51,259 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_dtype(dtype, device):
-    """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest of
-    floating point by a short measurement, printed with its reason."""
+def choose_dtype(dtype: str, device: str | torch.device) -> torch.dtype:
+    """Return a dtype by its name.
+
+    Args:
+        dtype: Name of a dtype, or "auto": float16 on CUDA as in the paper, the fastest
+            floating-point type on the CPU by a short measurement, float32 on other devices.
+        device: Device of the model.
+    """
     if dtype == "auto":
-        kind = torch.device(device).type
-        dtype = "float16" if kind == "cuda" else _fastest_on_cpu() if kind == "cpu" else "float32"
+        device_type = torch.device(device).type
+        if device_type == "cuda":
+            dtype = "float16"
+        elif device_type == "cpu":
+            dtype = _fastest_on_cpu()
+        else:
+            dtype = "float32"
     return getattr(torch, dtype)
 
 
 @functools.cache
-def _fastest_on_cpu():
-    """float16, which is nearer to float32 than bfloat16, where it is about as fast; 16 bits only
-    where they pay: CPUs without units for them are up to 400 times slower."""
+def _fastest_on_cpu() -> str:
+    """Return the name of the dtype to use on this CPU.
+
+    A 16-bit type must be at least twice as fast as float32: without instructions for it, a CPU is
+    up to 400 times slower. float16, which is more precise than bfloat16, is preferred if it is
+    about as fast.
+    """
     rates = matrix_rates()
     fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
     dtype = "bfloat16" if "bfloat16" in fast else "float32"
     if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:
         dtype = "float16"
-    told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
-    print(
-        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}",
-        file=sys.stderr,
+
+    figures = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
+    logger.info(
+        "dtype %s, from matrix products on this CPU in GFLOP/s per core: %s", dtype, figures
     )
     return dtype
 
 
-def matrix_rates(width=768, rows=128, repeats=5):
-    """{dtype: floating-point operations a second} of linear layers on one core, the best of some
-    runs in turns.
+def matrix_rates(size: int = 768, rows: int = 128, repeats: int = 5) -> dict[str, float]:
+    """Return the speed of linear layers on one core by dtype, in floating-point operations/s.
 
-    Takes a few hundredths of a second. A dtype that takes more than twice as long as float32 on 16
-    rows is not tried on more, which could take seconds.
+    The dtypes take turns, and the best of the repeats counts. The measurement takes a few
+    hundredths of a second: a dtype that takes more than twice the time of float32 for 16 rows is
+    not measured with more rows, which could take seconds.
+
+    Args:
+        size: Input and output dimension of the layer.
+        rows: Number of rows of the input.
+        repeats: Number of repeats.
     """
     names = ("float32", "float16", "bfloat16")
-    inputs = {name: torch.ones(rows, width, dtype=getattr(torch, name)) for name in names}
+    inputs = {name: torch.ones(rows, size, dtype=getattr(torch, name)) for name in names}
+    weights = {name: torch.ones(size, size, dtype=x.dtype) for name, x in inputs.items()}
 
-    def seconds(names, rows, repeats):
+    def seconds(names: Sequence[str], rows: int, repeats: int) -> dict[str, float]:
         calls = {
             name: functools.partial(torch.nn.functional.linear, inputs[name][:rows], weights[name])
             for name in names
         }
         return best_times(calls, repeats)
 
-    weights = {name: torch.ones(width, width, dtype=x.dtype) for name, x in inputs.items()}
-    # The ratios are those of all cores, and other work on them disturbs less.
+    # The ratios on one core are those on all cores, and are less affected by other load.
     with one_thread(), torch.inference_mode():
-        small = seconds(names, 16, 3)
-        large = seconds(
-            [name for name in names if small[name] <= 2 * small["float32"]], rows, repeats
-        )
-    return {
-        name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name])
-        for name in names
-    }
+        few_rows = seconds(names, 16, 3)
+        fast = [name for name in names if few_rows[name] <= 2 * few_rows["float32"]]
+        all_rows = seconds(fast, rows, repeats)
+
+    operations_per_row = 2 * size * size
+    rates = {}
+    for name in names:
+        if name in all_rows:
+            rates[name] = operations_per_row * (rows / all_rows[name])
+        else:
+            rates[name] = operations_per_row * (16 / few_rows[name])
+    return rates
 
 
-def check_there(name):
-    """Raises UserError for a name that is neither a file or folder, nor may be one on the Hub,
-    ORGANISATION/MODEL. No network is asked."""
-    path, name = Path(name), str(name)
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
-    if not (name and path.exists()) and not on_hub:
-        raise UserError(
-            f"there is no {name or repr(name)}; give a folder, or a name on the Hub as "
-            "ORGANISATION/MODEL"
-        )
+# ------------------------------------------------------------------------------------------------
+# models
 
 
-def check_model(name):
-    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on
-    the Hub; see `check_there`."""
-    check_there(name)
+def check_exists(name: str | Path) -> None:
+    """Check that a name is an existing path, or may be a name on the Hub.
+
+    The network is not used.
+
+    Raises:
+        UserError: If there is no such path, and the name is not of the form ORGANIZATION/MODEL.
+    """
     path = Path(name)
-    if path.exists() and not any(
-        (path / file).is_file() for file in ("config.json", "modules.json")
-    ):
-        raise UserError(
-            f"there is no model in {name}: it needs a config.json or modules.json (a raw "
-            "checkpoint goes through neobert convert)"
-        )
-
-
-def load_tokenizer(name, trust_remote_code=False):
-    """The tokenizer of a folder or Hub repository; UserError where there is none."""
-    check_there(name)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
-    except Exception as error:
-        raise UserError(
-            f"no tokenizer was found in {name}; it needs a tokenizer.json ({one_line(error)})"
-        ) from error
-    # transformers 5 makes an empty one where there are no files
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"no tokenizer was found in {name}; it needs a tokenizer.json")
-    return tokenizer
-
-
-def save_tokenizer(tokenizer, folder):
-    """`tokenizer.save_pretrained`, so that transformers 4 loads it too."""
-    tokenizer.save_pretrained(folder)
-    name_tokenizer_class(folder)
-
-
-def name_tokenizer_class(folder):
-    """Gives a tokenizer that transformers 5 saved a form that transformers 4 loads alike: the older
-    names of its class and settings."""
-    path = Path(folder) / "tokenizer_config.json"
-    if not path.is_file():
+    name = str(name)
+    if name and path.exists():
         return
-    old = read_json(path)
-    settings = dict(old)
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        settings |= prefix_space((path.parent / "tokenizer.json").read_text(encoding="utf-8"))
-    if settings != old:
-        write_text(path, json_text(settings))
-
-
-def prefix_space(text):
-    """{"add_prefix_space": ...} as the text of a tokenizer.json has it, {} where it says nothing.
-
-    Version 4 takes the space before a text from tokenizer_config.json, and where nothing is said
-    there changes tokenizer.json's.
-    """
-    words = json.loads(text)["pre_tokenizer"] or {}
-    return {name: words[name] for name in ("add_prefix_space",) if name in words}
-
-
-def check_vocabulary(tokenizer, model, name):
-    """Raises UserError when the tokenizer has more tokens than the model has rows."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
+    if not is_hub_name:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name} has {rows} "
-            "rows; is it this model's?"
+            f"there is no {name or repr(name)}. Pass a directory, or a name on the Hub such as "
+            "ORGANIZATION/MODEL."
         )
 
 
-def position_limit(model):
-    """Longest text in tokens that the model has positions for, None if it has no such limit (T5).
+check_there = check_exists
 
-    RoBERTa and its kin count from the padding's index + 1.
+
+def check_model(name: str | Path) -> None:
+    """Check that a name is a directory with the configuration of a model, or a name on the Hub.
+
+    Raises:
+        UserError: If the directory contains no model, or as in `check_exists`.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if not positions:
-        return None
-    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)
-    return positions - (0 if padding is None else padding + 1)
+    check_exists(name)
+    path = Path(name)
+    if not path.exists():
+        return
+    if not any((path / file).is_file() for file in ("config.json", "modules.json")):
+        raise UserError(
+            f"there is no model in {name}: it must contain a config.json or modules.json. Convert "
+            "a raw checkpoint with `neobert convert` first."
+        )
 
 
-def text_limit(model, tokenizer):
-    """Longest text in tokens that the model takes: of its positions and of its tokenizer, whichever
-    is smaller; None if unbounded."""
-    limits = [position_limit(model.base_model), tokenizer.model_max_length]
-    limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
-    return min(limits) if limits else None
-
-
-def check_model_fields(fields, where):
-    """Raises UserError for a name that NeoBERTConfig does not know.
+def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
+    """Check that NeoBERTConfig has all fields of a configuration.
 
     Args:
-        fields: {field: value} of a model's configuration, as a recipe gives them.
-        where: the option that holds them, for the message.
+        fields: Fields of a configuration, {field: value}.
+        where: Option that contains the fields.
+
+    Raises:
+        UserError: If there is an unknown field.
     """
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in fields:
         if name not in known:
             hint = suggestion(name, known, known="NeoBERTConfig lists the fields.")
             raise UserError(f"`{where}` has the unknown field {name!r}.{hint}")
+
+
+def position_limit(model: torch.nn.Module) -> int | None:
+    """Return the maximum sequence length that a model has positions for.
+
+    Returns:
+        Number of tokens, None for models without such a limit (T5).
+    """
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if not positions:
+        return None
+    # RoBERTa and similar models count positions from the index of the padding token + 1.
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return positions - (0 if padding is None else padding + 1)
+
+
+def text_limit(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the maximum sequence length of a model and its tokenizer.
+
+    Returns:
+        Number of tokens, None if there is no limit.
+    """
+    limits = [position_limit(model.base_model), tokenizer.model_max_length]
+    # A tokenizer without a limit has the limit 10^30.
+    finite = [limit for limit in limits if limit and 0 < limit < 1_000_000]
+    return min(finite) if finite else None
+
+
+# ------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a directory or a Hub repository.
+
+    Raises:
+        UserError: If there is no tokenizer.
+    """
+    check_exists(name)
+    from transformers import AutoTokenizer
+
+    # A missing file is an OSError, ValueError, KeyError or AttributeError, depending on the version
+    # of transformers.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(
+            f"no tokenizer was found in {name} ({one_line(error)}). A tokenizer.json is required."
+        ) from error
+    # transformers 5 returns an empty tokenizer if there are no files.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"no tokenizer was found in {name}. A tokenizer.json is required.")
+    return tokenizer
+
+
+def check_vocabulary(
+    tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel", name: str | Path
+) -> None:
+    """Check that the embedding of a model has a row for every token of the tokenizer.
+
+    Args:
+        tokenizer: Tokenizer of the texts.
+        model: Model with an input embedding.
+        name: Name of the model in the message.
+
+    Raises:
+        UserError: If the tokenizer has more tokens.
+    """
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer must have at most {rows} tokens, the rows of the embedding of {name}, "
+            f"got {len(tokenizer)}. Use the tokenizer of this model."
+        )
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | Path) -> None:
+    """Save a tokenizer so that transformers 4 loads it, too."""
+    tokenizer.save_pretrained(folder)
+    name_tokenizer_class(folder)
+
+
+def name_tokenizer_class(folder: str | Path) -> None:
+    """Rename the class and the settings of a tokenizer to the names of transformers 4.
+
+    transformers 5 writes names that version 4 does not know. Both versions load the older names
+    identically.
+    """
+    path = Path(folder) / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    saved = read_json(path)
+    settings = dict(saved)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings.update(prefix_space((path.parent / "tokenizer.json").read_text(encoding="utf-8")))
+    if settings != saved:
+        write_text(path, json_text(settings))
+
+
+def prefix_space(text: str) -> dict[str, bool]:
+    """Return the setting `add_prefix_space` of a tokenizer.json, {} if there is none.
+
+    transformers 4 reads the setting from tokenizer_config.json. If it is missing there, version 4
+    overrides that of tokenizer.json.
+
+    Args:
+        text: Content of tokenizer.json.
+    """
+    pre_tokenizer = json.loads(text)["pre_tokenizer"] or {}
+    if "add_prefix_space" not in pre_tokenizer:
+        return {}
+    return {"add_prefix_space": pre_tokenizer["add_prefix_space"]}

@@ -1,34 +1,40 @@
-"""Short measurements of this process: the peak of its memory over a stretch of work, the shortest
-time of a call."""
+"""Short measurements of this process: peak memory of a block, and shortest time of a call."""
 
 import contextlib
 import ctypes
 import gc
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
 
 class PeakMemory:
-    """Memory at the start of a `with` and the highest within it: reserved by torch's allocator on
-    CUDA, else resident in this process.
+    """Context manager that measures the peak memory of a block.
 
-    Before the start garbage and cached memory go back to the system, so that the growth is that of
-    the work. All in bytes; None where the system does not tell: only Linux does.
+    The memory is that reserved by torch's allocator on CUDA, and the resident memory of this
+    process on other devices. Garbage and cached memory are released before the block, so that the
+    growth is that of the block. Resident memory is measured on Linux only.
 
     Args:
-        device: "cuda", "cuda:1", "cpu", or a torch.device; by default CUDA where there is one.
+        device: Device whose memory is measured. By default CUDA if there is a GPU, else the CPU.
+
     Attributes:
-        before: memory at the start.
-        peak: highest memory, with what was there at the start.
-        growth: highest memory beyond that at the start.
+        before: Memory at the start of the block in bytes, None if it is not known.
+        peak: Peak memory in bytes, including the memory at the start.
+        growth: Peak memory in bytes beyond that at the start.
     """
 
-    def __init__(self, device=None):
+    before: int | None = None
+    peak: int | None = None
+    growth: int | None = None
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
-    def __enter__(self):
+    def __enter__(self) -> "PeakMemory":
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -36,7 +42,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_reserved(self.device)
             return self
-        # Freed memory that malloc keeps would hide the growth; writing 5 resets the peak of
+
+        # Freed memory that malloc keeps would hide the growth. Writing 5 resets the peak of the
         # resident memory.
         with contextlib.suppress(OSError, AttributeError, TypeError):
             ctypes.CDLL(None).malloc_trim(0)
@@ -44,17 +51,23 @@ class PeakMemory:
         self.before = _proc_status("VmRSS")
         return self
 
-    def __exit__(self, *error):
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        error_traceback: TracebackType | None,
+    ) -> None:
         if self.device.type == "cuda":
             self.peak = torch.cuda.max_memory_reserved(self.device)
         else:
             self.peak = _proc_status("VmHWM")
-        self.growth = None if self.before is None else max(self.peak - self.before, 0)
+        if self.before is not None and self.peak is not None:
+            self.growth = max(self.peak - self.before, 0)
 
 
 @contextlib.contextmanager
-def one_thread():
-    """Within it torch computes on one thread."""
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread within the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,25 +76,36 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
-def best_times(calls, repeats, clock=time.perf_counter):
-    """The shortest of `repeats` times of each call, in seconds of `clock`; the calls take turns.
+def best_times(
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Return the shortest of `repeats` times of each call, in seconds. The calls take turns.
 
     Args:
-        calls: {name: function without arguments}.
-    Returns:
-        {name: seconds}.
+        calls: Functions to time, {name: function}.
+        repeats: Number of timed repeats. Each function is called once more before.
+        clock: Function that returns a time in seconds.
     """
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():
             start = clock()
             call()
             times[name].append(clock() - start)
-    return {name: min(seconds[1:]) for name, seconds in times.items()}  # the first makes the kernel
+    # The first call may compile or allocate.
+    return {name: min(seconds[1:]) for name, seconds in times.items()}
 
 
-def _proc_status(name):
-    """A field of /proc/self/status in bytes, or None where there is no such file."""
-    with contextlib.suppress(OSError):
+def _proc_status(name: str) -> int | None:
+    """Return a field of /proc/self/status in bytes, or None if the file does not exist."""
+    try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    except OSError:
+        return None
+    for line in lines:
+        field, _, value = line.partition(":")
+        if field == name:
+            return int(value.split()[0]) * 1024
+    return None

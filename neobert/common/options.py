@@ -48,6 +48,7 @@ logger = logging.getLogger("neobert.options")
 OptionsT = TypeVar("OptionsT")
 
 
+@dataclass(frozen=True)
 class OptionGroup:
     """Base class of a group of options; `title` is the heading of the group in `--help`."""
 
@@ -85,7 +86,7 @@ def option(
 
 def flatten(options: Any) -> dict[str, Any]:
     """Return the values of all groups of an options object, {option: value}."""
-    values = {}
+    values: dict[str, Any] = {}
     for group in dataclasses.fields(options):
         value = getattr(options, group.name)
         values.update(dataclasses.asdict(value) if isinstance(value, OptionGroup) else value)
@@ -159,7 +160,8 @@ class OptionParser(Generic[OptionsT]):
         recipes, words = _split_recipes(argv, config_is_recipe="config" not in self.fields)
 
         values: dict[str, Any] = {}
-        for path in [*self.default_recipes, *recipes]:
+        paths: list[str | Path] = [*self.default_recipes, *recipes]
+        for path in paths:
             content = _read_recipe(path)
             content.update(content.pop("trainer", None) or {})
             values.update(convert(content, hints, f" in the recipe {path}"))
@@ -171,16 +173,18 @@ class OptionParser(Generic[OptionsT]):
 
     def help(self, argv: Sequence[str] = ()) -> str:
         """Return the text of `--help`. Imports neither torch nor transformers."""
-        return self._argparse_parser(self._own_hints()).format_help()
+        return self._argparse_parser(self._group_hints()).format_help()
 
-    def _own_hints(self) -> dict[str, Any]:
+    def _group_hints(self) -> dict[str, Any]:
+        """Return the type hints of the options of all groups."""
         hints = {}
         for group in _groups(self.options).values():
             hints.update(_hints(group))
         return hints
 
     def _hints(self) -> dict[str, Any]:
-        hints = self._own_hints()
+        """Return the type hints of all options, including those of Trainer."""
+        hints = self._group_hints()
         if self.trainer_defaults is not None:
             from transformers import TrainingArguments
 
@@ -210,10 +214,10 @@ class OptionParser(Generic[OptionsT]):
             )
 
     def _build(self, values: dict[str, Any]) -> OptionsT:
-        groups = {}
+        groups: dict[str, Any] = {}
         for name, group in _groups(self.options).items():
             names = [f.name for f in dataclasses.fields(group) if f.init and f.name in values]
-            groups[name] = group(**{name: values.pop(name) for name in names})
+            groups[name] = group(**{option: values.pop(option) for option in names})
         if self.trainer_defaults is not None:
             groups["trainer"] = {**self.trainer_defaults, **values}
         return self.options(**groups)

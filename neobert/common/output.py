@@ -1,112 +1,125 @@
-"""The output folder of a command that works for long: whose run it holds, whether that is finished,
-and that no second process has it.
+"""Output directory of a long-running command.
+
+The directory identifies the run, records whether it has finished, and locks out other processes.
 
     output = Output("runs/mine", "contrastive", settings)
     if output.state() == "finished": ...
-    with output.claim():                  # checkpoints and what else the work needs go into it
+    with output.claim():                  # checkpoints and temporary files are written to it
         with output.final_files() as folder:
             model.save_pretrained(folder)
         output.finish(steps=100)
 
-`run.json` says which run has begun in a folder. `result.json`, the last file, says that it is
-finished. Nothing that is there before is ever replaced or removed.
+`run.json` identifies the run in progress. `result.json` is the last file of a run, and records that
+the run has finished. Files of others are never replaced or removed.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import shutil
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from .errors import UserError, listed
 from .files import read_json, redacted, write_json
 from .folders import LOCK, check_folder, flush, locked
 
 
-RUN, RESULT = "run.json", "result.json"
+RUN = "run.json"
+RESULT = "result.json"
 _FINAL = ".final.tmp"
 
 
-def run_settings(*options):
-    """{name: value} of the options that a run is known by: all fields of these dataclasses but
-    those with `free=True`."""
-    values = {}
+def run_settings(*options: Any) -> dict[str, Any]:
+    """Return the fields of dataclasses that identify a run, all without `free` in the metadata."""
+    values: dict[str, Any] = {}
     for group in options:
-        known = {f.name for f in fields(group) if f.init and not f.metadata.get("free")}
-        values |= {name: value for name, value in asdict(group).items() if name in known}
+        names = {f.name for f in dataclasses.fields(group) if f.init and not f.metadata.get("free")}
+        fields = dataclasses.asdict(group)
+        values.update({name: value for name, value in fields.items() if name in names})
     return values
 
 
-def differences(previous, settings):
-    """What differs between two dicts of settings, in words: "seed 1, now 2"; "" where nothing
-    does."""
-    return listed(
-        (
-            f"{name} {previous.get(name)!r:.60}, now {settings.get(name)!r:.60}"
-            for name in {**previous, **settings}
-            if previous.get(name) != settings.get(name)
-        ),
-        5,
-    )
+def differences(previous: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the differences between two dicts as text, "seed 1, now 2", or "" if there is none."""
+    changes = [
+        f"{name} {previous.get(name)!r:.60}, now {settings.get(name)!r:.60}"
+        for name in {**previous, **settings}
+        if previous.get(name) != settings.get(name)
+    ]
+    return listed(changes, 5)
 
 
 class Output:
-    """The run of a command in its output folder.
+    """Run of a command in its output directory.
 
     Args:
-        folder: may not be there yet.
-        command: name of the command.
-        settings: what the run is known by: options, and digests of what is read.
-        result: name of the last file.
-        beside: names of what may be in the folder before the run: `prepared`, for example.
+        folder: Output directory, which is created by `claim`.
+        command: Name of the command.
+        settings: Values that identify the run: options, and digests of the input.
+        result: Name of the last file.
+        beside: Names of files that may exist before the run, such as `prepared`.
+
     Attributes:
-        settings: of JSON types and without secrets.
+        settings: The settings as JSON types, without secrets.
+        result: Path of the last file.
     """
 
-    def __init__(self, folder, command, settings, result=RESULT, beside=()):
-        self.folder, self.command = Path(folder), command
-        self.settings = json.loads(json.dumps(redacted(settings), default=str))
-        self.result, self.beside = self.folder / result, {*beside, LOCK}
+    def __init__(
+        self,
+        folder: str | Path,
+        command: str,
+        settings: Mapping[str, Any],
+        result: str = RESULT,
+        beside: Iterable[str] = (),
+    ) -> None:
+        self.folder = Path(folder)
+        self.command = command
+        self.settings: dict[str, Any] = json.loads(json.dumps(redacted(settings), default=str))
+        self.result = self.folder / result
+        self.beside = {*beside, LOCK}
 
-    def state(self):
-        """ "new", "begun" or "finished", as the folder says; changes nothing.
+    def state(self) -> Literal["new", "unfinished", "finished"]:
+        """Return the state of the run. The directory is not changed.
 
         Raises:
-            UserError: it holds other files, or a run with other settings that has written some.
+            UserError: If the directory contains other files, or files of a run with other settings.
         """
         check_folder(self.folder)
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         names = {path.name for path in paths if not re.fullmatch(r"\..*\.tmp", path.name)}
-        for path, state in ((self.result, "finished"), (self.folder / RUN, "begun")):
-            if path.name not in names:
-                continue
-            record = read_json(path)
-            if record.get("neobert") != self.command:
-                break
-            other = differences(record["settings"], self.settings)
-            if not other:
-                return state
+
+        record_path = self.result if self.result.name in names else self.folder / RUN
+        record = read_json(record_path) if record_path.name in names else {}
+        if record.get("neobert") == self.command:
+            changes = differences(record["settings"], self.settings)
+            if not changes:
+                return "finished" if record_path == self.result else "unfinished"
+            # The other run ended before it had written anything.
             if not names - self.beside - {RUN}:
-                return "new"  # that run ended before it had written anything
+                return "new"
             raise UserError(
-                f"{self.folder} holds a run with other settings ({other}); give the same, or "
-                "choose another output"
+                f"{self.folder} holds a run with other settings ({changes}). Use the same "
+                "settings, or choose another output directory."
             )
-        if others := sorted(names - self.beside):
+
+        others = sorted(names - self.beside)
+        if others:
             raise UserError(
-                f"{self.folder} holds other files ({listed(others, 3)}); choose another output, or "
-                "remove it yourself"
+                f"{self.folder} holds other files ({listed(others, 3)}). Remove them, or choose "
+                "another output directory."
             )
         return "new"
 
     @contextlib.contextmanager
-    def claim(self):
-        """Within it no other process has the folder, which is made if it is not there.
+    def claim(self) -> Iterator["Output"]:
+        """Lock the directory, create it if necessary, and record the run.
 
         Raises:
-            UserError: another process has it, or as `state`.
+            UserError: If another process uses the directory, or as in `state`.
         """
         self.state()
         with locked(self.folder):
@@ -115,17 +128,20 @@ class Output:
             yield self
 
     @property
-    def scratch(self):
-        """The folder of `final_files`."""
+    def scratch(self) -> Path:
+        """Directory that `final_files` yields."""
         return self.folder / _FINAL
 
     @contextlib.contextmanager
-    def final_files(self):
-        """An empty folder, whose files come into the output, one rename each, when the block ends
-        well."""
+    def final_files(self) -> Iterator[Path]:
+        """Yield an empty directory, whose files are moved into the output at the end of the block.
+
+        After an exception no file is moved.
+        """
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         yield self.scratch
+
         for path in sorted(path for path in self.scratch.rglob("*") if path.is_file()):
             flush(path)
             target = self.folder / path.relative_to(self.scratch)
@@ -133,8 +149,8 @@ class Output:
             os.replace(path, target)
         shutil.rmtree(self.scratch)
 
-    def finish(self, **content):
-        """Writes the last file: the command, the settings, and `content`."""
+    def finish(self, **content: Any) -> None:
+        """Write the last file: the command, the settings, and `content`."""
         record = {"neobert": self.command, "settings": self.settings, **redacted(content)}
         write_json(self.folder / RUN, record)
         os.replace(self.folder / RUN, self.result)

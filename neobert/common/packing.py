@@ -1,62 +1,76 @@
-"""How a model runs fast: sequences of tokens as one packed row, the input of NeoBERT without
-padding, and compilation block by block: equal blocks share their graphs, and packing stays outside
-of them."""
+"""Packed batches without padding, and compilation of a model block by block."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 
 
-def pack(sequences, device="cpu"):
-    """Token sequences one after another, as the keyword arguments of a NeoBERT forward.
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def pack(
+    sequences: Sequence[Sequence[int] | np.ndarray], device: str | torch.device = "cpu"
+) -> dict[str, Any]:
+    """Concatenate token sequences to a batch without padding.
 
     Args:
-        sequences: N lists or integer arrays of token ids, T tokens together.
+        sequences: N lists or integer arrays of token ids, T tokens in total.
+        device: Device of the tensors.
+
     Returns:
-        {input_ids (1, T) int64, cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and
-        max_length_k: the longest sequence}.
+        Keyword arguments of a NeoBERT forward: `input_ids` of shape (1, T) and type int64,
+        `cu_seq_lens_q` and `cu_seq_lens_k` of shape (N + 1,) and type int32, and the length of the
+        longest sequence as `max_length_q` and `max_length_k`.
     """
     lengths = [len(sequence) for sequence in sequences]
     tokens = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
-    packing = {
+    return {
+        "input_ids": torch.from_numpy(tokens).to(device)[None],
         "cu_seq_lens_q": bounds,
         "cu_seq_lens_k": bounds,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    return {"input_ids": torch.from_numpy(tokens).to(device)[None], **packing}
 
 
-def compile_blocks(model, **options):
-    """torch.compile of every block of an encoder in place, with a dynamic token count, so that
-    batches of any shape reuse the graphs.
+def compile_blocks(model: ModelT, **options: Any) -> ModelT:
+    """Compile every block of an encoder in place, with a dynamic number of tokens.
+
+    The blocks share their graphs, and batches of any shape reuse them. Packing, whose graph would
+    depend on the batch, is not compiled.
 
     Args:
-        model: any model of transformers with `config.num_hidden_layers` blocks in a list, alone or
-            under a head.
-        options: of `torch.compile`.
+        model: Model of transformers with `config.num_hidden_layers` blocks in one ModuleList.
+        options: Options of `torch.compile`.
+
     Returns:
-        `model`.
+        The same model.
     """
-    # A graph for each of training and evaluation, with and without gradients, for the first and for
+    # One graph each for training and evaluation, with and without gradients, for the first and for
     # changing numbers of tokens.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 64)
     for block in _blocks(model):
         block.compile(dynamic=True, **options)
     return model
 
 
-def uncompile_blocks(model):
-    """Takes `compile_blocks` back."""
+def uncompile_blocks(model: ModelT) -> ModelT:
+    """Undo `compile_blocks`, and return the same model."""
     for block in _blocks(model):
         block._compiled_call_impl = None
     return model
 
 
-def _blocks(model):
-    count = model.config.num_hidden_layers
-    return next(
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count
-    )
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Return an iterator over the blocks of an encoder, which may be below a head."""
+    config: Any = model.config
+    count = config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return iter(module)
+    raise ValueError(f"{type(model).__name__} has no list of {count} blocks.")

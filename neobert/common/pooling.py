@@ -1,18 +1,24 @@
-"""The files beside a transformer that make a folder of sentence-transformers, in a form that old
-and new readers agree on.
+"""Files that turn the directory of a transformer into one of sentence-transformers.
 
-Versions before 6 read `pooling_mode_mean_tokens` and its kin, newer ones `pooling_mode`. A reader
-that finds only the other form silently uses CLS pooling. So both forms are always written.
+sentence-transformers reads `pooling_mode_mean_tokens` and similar keys before version 6, and
+`pooling_mode` since. A version that finds only the keys of the other form silently uses CLS
+pooling. Both forms are therefore written.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
 from .files import read_json, write_json
 from .loading import name_tokenizer_class
 
 
-# Name of `pooling_mode`: key of the older form.
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+
+# Names of pooling modes, and their keys in the older form.
 _MODES = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
@@ -23,22 +29,25 @@ _MODES = {
 }
 
 
-# What the model's code needs; setup.cfg has the same. Where older versions are installed,
-# sentence-transformers says so in a sentence.
+# Requirements of the model's code, the same as in setup.cfg. sentence-transformers reports older
+# versions with a clear error.
 REQUIREMENTS = {"torch": ">=2.6", "transformers": ">=4.56"}
 
 
-def write_pooling(folder, width, mode="mean", include_prompt=True):
-    """Writes `1_Pooling/config.json` of a folder, over the one that a library wrote.
+def write_pooling(
+    folder: str | Path, dimension: int, mode: str = "mean", include_prompt: bool = True
+) -> None:
+    """Write `1_Pooling/config.json` in both forms, and replace the file of a library.
 
     Args:
-        width: numbers D of a vector.
+        folder: Directory of the sentence encoder.
+        dimension: Embedding dimension D.
         mode: "cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "lasttoken".
-        include_prompt: whether tokens of a prompt count.
+        include_prompt: Whether the tokens of a prompt are pooled.
     """
     flags = {key: name == mode for name, key in _MODES.items()}
     config = {
-        "word_embedding_dimension": width,
+        "word_embedding_dimension": dimension,
         **flags,
         "include_prompt": include_prompt,
         "pooling_mode": mode,
@@ -46,30 +55,41 @@ def write_pooling(folder, width, mode="mean", include_prompt=True):
     write_json(Path(folder) / "1_Pooling" / "config.json", config)
 
 
-def pooling_mode(config):
-    """The mode in the content of `1_Pooling/config.json`, in either form.
+def pooling_mode(config: Mapping[str, Any]) -> str:
+    """Return the pooling mode of a `1_Pooling/config.json` in either form.
+
+    Args:
+        config: Content of the file.
 
     Raises:
-        UserError: none, several at once, or one that is not known.
+        UserError: If there is no mode, an unknown mode, or more than one.
     """
-    modes = config.get("pooling_mode") or [n for n, key in _MODES.items() if config.get(key)]
-    modes = [modes] if isinstance(modes, str) else modes
+    modes = config.get("pooling_mode")
+    if not modes:
+        modes = [name for name, key in _MODES.items() if config.get(key)]
+    if isinstance(modes, str):
+        modes = [modes]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UserError(
-            f"the pooling mode must be one of {', '.join(_MODES)}, but "
-            f"{', '.join(map(str, modes)) or 'none'} was given"
+            f"the pooling mode must be one of {', '.join(_MODES)}, got "
+            f"{', '.join(map(str, modes)) or 'none'}."
         )
     return modes[0]
 
 
-def write_sentence_transformers(folder, width, max_length, mode="mean"):
-    """Writes modules.json, sentence_bert_config.json, config_sentence_transformers.json and
-    1_Pooling/config.json beside a transformer in the top folder.
+def write_sentence_transformers(
+    folder: str | Path, dimension: int, max_length: int, mode: str = "mean"
+) -> None:
+    """Write the files of sentence-transformers next to a transformer.
+
+    The files are modules.json, sentence_bert_config.json, config_sentence_transformers.json and
+    1_Pooling/config.json.
 
     Args:
-        folder: that of the model.
-        width, mode: as of `write_pooling`.
-        max_length: tokens of a text that are read.
+        folder: Directory of the transformer.
+        dimension: Embedding dimension D.
+        max_length: Maximum sequence length in tokens.
+        mode: Pooling mode, see `write_pooling`.
     """
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -85,45 +105,56 @@ def write_sentence_transformers(folder, width, max_length, mode="mean"):
         Path(folder) / "sentence_bert_config.json",
         {"max_seq_length": max_length, "do_lower_case": False},
     )
-    write_pooling(folder, width, mode)
+    write_pooling(folder, dimension, mode)
     write_json(Path(folder) / "config_sentence_transformers.json", {"requirements": REQUIREMENTS})
 
 
-def save_for_all_versions(model, folder):
-    """`SentenceTransformer.save_pretrained` in a form that versions 5.1 and 6.2 read alike: classic
-    names of the modules, and their older keys.
+def save_for_all_versions(model: "SentenceTransformer", folder: str | Path) -> None:
+    """Save a SentenceTransformer so that versions 5.1 to 6.2 read it identically.
+
+    The modules get the names of version 5, and their configurations the keys of both versions.
 
     Args:
-        model: a SentenceTransformer for text, with a pooling after its transformer.
-        folder: an existing folder.
+        model: Sentence encoder with a pooling module after its transformer.
+        folder: Existing directory.
     """
     folder = Path(folder)
-    # it would hold rows of the training data
+    # The model card of sentence-transformers would contain rows of the training data.
     model.save_pretrained(str(folder), create_model_card=False)
     name_tokenizer_class(folder)
+
     modules = read_json(folder / "modules.json")
     for module in modules:
-        package, _, kind = module["type"].rpartition(".")
-        path = folder / module["path"] / "config.json"
+        package, _, class_name = module["type"].rpartition(".")
         if package.split(".")[0] == "sentence_transformers":
-            module["type"] = f"sentence_transformers.models.{kind}"
-        if kind == "Pooling":
-            config = read_json(path)
-            width = config.get("word_embedding_dimension") or config["embedding_dimension"]
-            write_pooling(folder, width, config["pooling_mode"], config.get("include_prompt", True))
-        elif kind == "Dense":
-            config = read_json(path)
-            write_json(
-                path,
-                {
-                    key: config[key]
-                    for key in ("in_features", "out_features", "bias", "activation_function")
-                },
-            )
+            module["type"] = f"sentence_transformers.models.{class_name}"
+        _write_older_keys(folder, module["path"], class_name)
     write_json(folder / "modules.json", modules)
+
     write_json(
         folder / "sentence_bert_config.json",
         {"max_seq_length": model.max_seq_length, "do_lower_case": False},
     )
-    further = folder / "config_sentence_transformers.json"
-    write_json(further, {**read_json(further), "requirements": REQUIREMENTS})
+    library_path = folder / "config_sentence_transformers.json"
+    write_json(library_path, {**read_json(library_path), "requirements": REQUIREMENTS})
+
+
+def _write_older_keys(folder: Path, module: str, class_name: str) -> None:
+    """Write the configuration of a module with the keys that version 5 reads.
+
+    Args:
+        folder: Directory of the sentence encoder.
+        module: Directory of the module in `folder`.
+        class_name: Class of the module.
+    """
+    if class_name not in ("Pooling", "Dense"):
+        return
+    path = folder / module / "config.json"
+    config = read_json(path)
+    if class_name == "Pooling":
+        dimension = config.get("word_embedding_dimension") or config["embedding_dimension"]
+        mode = config["pooling_mode"]
+        write_pooling(folder, dimension, mode, config.get("include_prompt", True))
+    else:
+        keys = ("in_features", "out_features", "bias", "activation_function")
+        write_json(path, {key: config[key] for key in keys})

@@ -61,6 +61,8 @@ def check_result_files(
     """Check that a command which collects results in a directory would only replace its own files.
 
     Args:
+        folder: Directory of the results.
+        command: Name of the command.
         earlier: Earlier results of the command in `folder`. Without them none of the files may
             exist.
         names: Files that the command writes into `folder`.

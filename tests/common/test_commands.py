@@ -128,7 +128,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     for name in ("/nope", "./nope", "runs/embed", "a/b/c", "", "with spaces", "nofolder"):
         with pytest.raises(
             UserError,
-            match=f"there is no {name or repr(name)}; give a folder, or a name on the Hub",
+            match=f"there is no {name or repr(name)}. Pass a directory, or a name on the Hub",
         ):
             check_model(name)
     with pytest.raises(UserError, match="there is no model in weights.pt"):

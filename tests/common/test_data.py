@@ -130,12 +130,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text" \n', "a.jsonl, row 2: Expecting ':' delimiter"),
         ("a.jsonl", b'{"text": "a"}\n\n["a"]\n', "row 2: a row must be an object"),
         ("a.json", b'[{"text": "a"}]\n', "row 1: a row must be an object"),
-        ("a.jsonl", b'{"text": "a"}\n{"body": 1}', "row 2: there is no column 'text'; there is: b"),
-        ("a.jsonl", b'{"text": null}\n', "row 1: 'text' must be text, but is null"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": 1}', "row 2: there is no column 'text'. Columns: b"),
+        ("a.jsonl", b'{"text": null}\n', "row 1: 'text' must be text, got null"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl cannot be read .*recursion"),
         ("a.txt", b"good\ncaf\xe9\n", "a.txt cannot be read .*utf-8"),
         ("a.csv", b'text,label\n"open,1\nnext,0\n', "a.csv cannot be read .unexpected end"),
-        ("a.csv", b"text,label\none, two,1\n", "row 1: it has more columns than the first line"),
+        ("a.csv", b"text,label\none, two,1\n", "row 1: the row has more columns than the header"),
         ("a.parquet", b"PAR0nothing", "a.parquet cannot be read"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
         ("a.doc", b"x", "there is no file of rows at .*a.doc"),
@@ -152,7 +152,7 @@ def test_what_is_not_there(tmp_path):
         files(tmp_path / "nothing.jsonl")
     with pytest.raises(UserError, match="nothing://a cannot be read .Protocol not known"):
         files("nothing://a")
-    with pytest.raises(UserError, match="there is no column 'body'; there is: text, id"):
+    with pytest.raises(UserError, match="there is no column 'body'. Columns: text, id"):
         list(rows(write(tmp_path / "a.parquet"), ["body"]))
     write(tmp_path / "b.csv")
     with pytest.raises(UserError, match=r"several formats \(.csv, .parquet\): a.parquet, b.csv"):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from neobert.common.errors import UserError
-from neobert.common.folders import apart, check_new, new_file, new_folder
+from neobert.common.folders import check_disjoint, check_new, new_file, new_folder
 
 
 def everything(folder):
@@ -41,9 +41,9 @@ def test_a_new_folder(tmp_path, prepare):
 @pytest.mark.parametrize(
     "output, sentence",
     [
-        ("full", "full is there already; remove it yourself (rm -r"),
-        ("file", "file is there already"),
-        ("to_file", "to_file is there already"),
+        ("full", "full already exists. Remove it (rm -r"),
+        ("file", "file already exists"),
+        ("to_file", "to_file already exists"),
     ],
 )
 def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
@@ -154,10 +154,10 @@ def test_rights_are_those_of_the_umask(tmp_path):
     "output, refused",
     [("in", True), ("in/out", True), (".", True), ("link/out", True), ("out", False), ("i", False)],
 )
-def test_apart(tmp_path, output, refused):
+def test_inputs_and_outputs_are_disjoint(tmp_path, output, refused):
     (tmp_path / "in").mkdir()
     (tmp_path / "link").symlink_to("in")
     if not refused:
-        return apart(tmp_path / output, tmp_path / "in")
-    with pytest.raises(UserError, match="are in one another"):
-        apart(tmp_path / output, tmp_path / "other", tmp_path / "in")
+        return check_disjoint(tmp_path / output, tmp_path / "in")
+    with pytest.raises(UserError, match="must not contain each other"):
+        check_disjoint(tmp_path / output, tmp_path / "other", tmp_path / "in")

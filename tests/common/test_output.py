@@ -39,14 +39,14 @@ def test_a_run_from_its_begin_to_its_end(tmp_path):
     output = Output(tmp_path / "out", "make", {"seed": 1, "hub_token": "hf_secret"})
     assert output.state() == "new" and not (tmp_path / "out").exists()
     with output.claim():
-        assert output.state() == "begun"
+        assert output.state() == "unfinished"
         with pytest.raises(UserError, match="in use by another run"), output.claim():
             pass
         with output.final_files() as folder:
             (folder / "below").mkdir()
             (folder / "below" / "model").write_text("x")
             assert files(tmp_path / "out") == [".final.tmp/below/model", ".lock", "run.json"]
-        assert output.state() == "begun"
+        assert output.state() == "unfinished"
         output.finish(steps=3)
     assert output.state() == "finished"
     assert files(tmp_path / "out") == [".lock", "below/model", "result.json"]
@@ -63,7 +63,7 @@ def test_another_run_is_refused_where_one_has_written_something(tmp_path):
     other = Output(tmp_path, "make", {"seed": 2})
     assert other.state() == "new", "that one ended before it had written anything"
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(UserError, match="other settings .seed 1, now 2.; give the same"):
+    with pytest.raises(UserError, match="other settings .seed 1, now 2.. Use the same"):
         other.state()
     with pytest.raises(UserError, match="holds other files .checkpoint-2, run.json"):
         Output(tmp_path, "bake", {"seed": 1}).state()

@@ -276,7 +276,7 @@ BAD = {
         ["--per-device-train-batch-size", "1"],
         "batch_size` must be at least 2, got 1",
     ),
-    "a file as output": (["--output", "good.jsonl"], "are in one another; choose an output"),
+    "a file as output": (["--output", "good.jsonl"], "must not contain each other. Choose another"),
     "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
     "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
 }

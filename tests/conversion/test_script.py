@@ -42,7 +42,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeyp
             "PROG: CHECKPOINT, OUTPUT must be given. `neobert convert --help` lists all options.\n",
         ),
         (["a", "b", "--heed", "x"], "PROG: unknown option '--heed'. Did you mean --head?\n"),
-        (["/nowhere", "b"], "PROG: no file /nowhere\n"),
+        (["/nowhere", "b"], "PROG: there is no file /nowhere.\n"),
     ],
 )
 def test_both_say_the_same(capsys, arguments, output):

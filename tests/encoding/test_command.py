@@ -380,8 +380,11 @@ def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp
 
 BAD = [
     (["corpus.jsonl", "out.safetensors"], "`output` must be a directory or end in .parquet"),
-    (["corpus.jsonl", "corpus.jsonl/vectors"], "in one another; choose an output elsewhere"),
-    (["corpus.jsonl", "model/vectors"], "in one another; choose an output elsewhere"),
+    (
+        ["corpus.jsonl", "corpus.jsonl/vectors"],
+        "must not contain each other. Choose another output",
+    ),
+    (["corpus.jsonl", "model/vectors"], "must not contain each other. Choose another output"),
     (
         ["corpus.jsonl", "out", "--max-length", "100000"],
         "`max_length` must be at most 64, the value of the model, got 100,000.",
@@ -407,7 +410,7 @@ BAD = [
         "`keep` must not contain the output's own columns .*, got embedding.",
     ),
     (["twice", "out"], "different names without their suffixes, got a.b.jsonl, a.b.jsonl.gz."),
-    (["bad.jsonl", "out"], "bad.jsonl, row 2: 'text' must be text, but is null"),
+    (["bad.jsonl", "out"], "bad.jsonl, row 2: 'text' must be text, got null"),
 ]
 
 

@@ -249,7 +249,7 @@ def test_messages_about_the_model_and_the_output(name, tmp_path):
         example(name).main([*source, "--model", str(tmp_path), "--output", str(output)])
     output.mkdir()
     (output / "mine").write_text("kept")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         example(name).main([*source, "--output", str(output)])
     assert [path.name for path in output.iterdir()] == ["mine"]
 

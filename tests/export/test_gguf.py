@@ -421,7 +421,7 @@ def test_outputs_that_cannot_be(make):
     source = make()
     for name, words in (
         ("out.bin", "must be a file that ends in .gguf"),
-        ("model/out.gguf", "are in one another"),
+        ("model/out.gguf", "must not contain each other"),
     ):
         with pytest.raises(UserError, match=words):
             export(source, name=name)

@@ -82,7 +82,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypa
 BAD = {
     "a.jsonl": "no column 'text'",
     "d.txt": "it has no rows|none of its 0 rows",
-    "h.parquet": "'text' must be text, but is 1",
+    "h.parquet": "'text' must be text, got 1",
 }
 
 
@@ -108,7 +108,7 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "other", tokenizer)
 
 

@@ -46,7 +46,7 @@ BAD = [
         "must be shares that sum to at most 1",
     ),
     ({"eval_strategy": "steps"}, "you didn't pass an `eval_dataset`"),
-    ({"output": "{corpus}/train.txt"}, "are in one another"),
+    ({"output": "{corpus}/train.txt"}, "must not contain each other"),
     ({"init_from": "{corpus}/raw"}, "holds no checkpoint: expected model.safetensors"),
     ({"max_length": 2, "streaming": "true"}, "max_length must be at least 3"),
     ({"heldout": "{corpus}/unknown.txt"}, "has no token to mask"),

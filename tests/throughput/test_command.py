@@ -225,7 +225,7 @@ def test_a_tiny_run_writes_its_tables(tmp_path, capsys):
     table = (tmp_path / "out" / "throughput.md").read_text()
     assert "| short | neobert | padded |" in table and "real tokens/s" in table
     assert "| short | neobert | padded |" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         tiny(tmp_path / "out")
     assert rows_of(tmp_path / "out") == rows
 

@@ -114,7 +114,7 @@ def test_a_run_that_another_process_has_just_finished_is_not_repeated(tmp_path):
 
         def state(self) -> str:
             self.looks += 1
-            return "begun" if self.looks == 1 else super().state()
+            return "unfinished" if self.looks == 1 else super().state()
 
     output = FinishedMeanwhile(tmp_path, "test", {"seed": 3})
     assert run_once(output, unexpected, unexpected)["steps"] == 12
