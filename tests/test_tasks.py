@@ -52,7 +52,7 @@ SMALL = {
     ),
     "run MTEB or NanoBEIR, from the Hub": ([[]], "results/mteb/table.md"),
     "measure quality by text length": (
-        ["--texts=2 --lengths=16 --positions=4".split()],
+        ["--max-texts=2 --lengths=16 --positions=4".split()],
         "results/pseudo_perplexity/pseudo_perplexity.csv",
     ),
     "measure speed on your machine": (

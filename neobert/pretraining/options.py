@@ -6,6 +6,8 @@ from typing import Literal
 
 from ..common.arguments import Arguments, Options, check_values, option
 from ..common.errors import UserError
+from .pseudo_perplexity_options import PARSER as PSEUDO_PERPLEXITY_PARSER
+from .tokenizer_options import PARSER as TOKENIZER_PARSER
 
 
 @dataclass
@@ -236,102 +238,8 @@ TRAINER = {
 }
 
 
-LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
-
-
-@dataclass
-class PseudoPerplexityArguments(Arguments):
-    """Options of `neobert pseudo-perplexity`."""
-
-    model: list[str] = option(help="folders or Hub names of masked language models", free=True)
-    text: str = option(help="text, as the dataset of neobert pretrain", free=True)
-    column: str = option("text", "column with the text")
-    output: str = option(
-        "results/pseudo_perplexity", "folder of the CSV, the table and the plot", free=True
-    )
-    lengths: list[int] | None = option(
-        None,
-        f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's "
-        "context",
-        least=1,
-        most=2**31 - 1,
-    )
-    bucketing: str = option(
-        "cut",
-        "cut: every text at each length that it reaches; own: every text once, at its own length, "
-        "in the next bucket up",
-        choices=("cut", "own"),
-    )
-    texts: int = option(
-        100,
-        "so many texts are used: the first that reach the largest length, then the longest",
-        least=1,
-    )
-    positions: str = option("64", "sampled positions a text, or exact for all of them")
-    seed: int = option(0, "of the sampled positions")
-    yarn: list[str] = option(
-        help="off, or factors by which YaRN extends the context: off 2",
-        default_factory=lambda: ["off"],
-    )
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
-    device: str | None = option(None, "default: cuda if there is one, else cpu", free=True)
-    trust_remote_code: bool = option(
-        False, "run Python code that the model brings (NeoBERT itself needs none)"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        try:
-            self.position_count = None if self.positions == "exact" else int(self.positions)
-            self.yarn_factors = [None if part == "off" else float(part) for part in self.yarn]
-        except ValueError as error:
-            raise UserError(
-                f"positions must be a number or exact, yarn off or factors ({error})"
-            ) from error
-
-
-MULTIPLE = 64  # of a vocabulary's rows, for matrix units
-
-
-@dataclass(kw_only=True)
-class VocabularyOptions(Arguments):
-    """Options of `neobert tokenizer`."""
-
-    texts: list[str] = option(
-        help="files (jsonl, parquet, csv, tsv, txt), folders, patterns, or Hub data sets",
-        positional=True,
-    )
-    column: str = option("text", "column with the text")
-    split: str = option("train", "split of a Hub or saved data set")
-    limit: int = option(200_000_000, "characters that are read, the first ones", least=1)
-    vocab_size: int = option(help=f"pieces, rounded up to a multiple of {MULTIPLE}", least=MULTIPLE)
-    extend: str | None = option(
-        None,
-        "folder or Hub name of a WordPiece tokenizer: its pieces keep their ids, new ones follow",
-    )
-    cased: bool = option(False, "keep capital letters")
-    strip_accents: bool = option(False, "read \u00e9 as e")
-    min_frequency: int = option(2, "rarer characters and pieces are left out", least=1)
-    output: str = option(help="folder of the tokenizer")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.rows = -(-self.vocab_size // MULTIPLE) * MULTIPLE
-        if self.extend is not None and (self.cased or self.strip_accents):
-            raise UserError(
-                f"cased and strip_accents follow the tokenizer that is extended, {self.extend}; "
-                "leave them out"
-            )
-
-
 OPTIONS = {
-    "tokenizer": Options(
-        "neobert tokenizer",
-        "A WordPiece tokenizer learnt from texts, in the form of BERT's, and how it cuts held-out "
-        "text beside another one.",
-        (VocabularyOptions,),
-        "neobert tokenizer texts.jsonl --output my-tokenizer --vocab-size 32000",
-    ),
+    "tokenizer": TOKENIZER_PARSER,
     "pretrain": Options(
         "neobert pretrain",
         "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "
@@ -340,11 +248,5 @@ OPTIONS = {
         "neobert pretrain recipes/example_small.yaml --dataset texts.txt --output runs/first",
         TRAINER,
     ),
-    "pseudo-perplexity": Options(
-        "neobert pseudo-perplexity",
-        "Pseudo-perplexity of masked language models against text length (Figure 2 of the paper).",
-        (PseudoPerplexityArguments,),
-        "neobert pseudo-perplexity --model chandar-lab/NeoBERT --text articles.jsonl --positions "
-        "64",
-    ),
+    "pseudo-perplexity": PSEUDO_PERPLEXITY_PARSER,
 }

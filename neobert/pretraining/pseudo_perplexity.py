@@ -1,26 +1,24 @@
-"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length
-(Figure 2 of the paper).
+"""Command `neobert pseudo-perplexity`: pseudo-perplexity by text length, Figure 2 of the paper.
 
     neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia:20231101.en
-    neobert pseudo-perplexity --model mine other --text articles.jsonl \\
-        --lengths 128 512 2048 --positions exact --yarn off 2
+    neobert pseudo-perplexity --model mine --text articles.jsonl --positions exact --yarn off 2
 
-For a text of n tokens (special tokens not counted), each position is masked on its own, -log
-p(token | rest) is its cross-entropy, and the pseudo-perplexity is exp of their mean. That is n
-forwards of length n. With `--positions 64` a random 64 of the n positions, without replacement,
-estimate the mean cross-entropy without bias; its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
+The pseudo-perplexity of a text of n tokens (without special tokens) is the exponential of the mean
+cross-entropy -log p(token | all other tokens) over its positions (Salazar et al. 2020, arXiv
+1910.14659). Each position is masked separately, which takes n forward passes over n tokens. With
+`--positions 64`, 64 positions are sampled without replacement. Their mean is an unbiased estimate
+of the mean cross-entropy, and its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
 
-OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again
-continues it.
+Each measured text becomes a row of OUTPUT/pseudo_perplexity.csv at once. The same command resumes
+an interrupted run.
 """
 
 import hashlib
 import io
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -29,8 +27,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from ..common.environment import environment, environment_line
 from ..common.errors import UserError, listed
 from ..common.files import write_text
 from ..common.folders import new_file
@@ -42,52 +46,198 @@ from ..common.loading import (
     position_limit,
     text_limit,
 )
-from ..common.output import Output, run_settings
-from ..common.results import environment, environment_line, markdown_table
-from .options import LENGTHS, OPTIONS
-from .sources import load_rows, parse_sources, source_key
+from ..common.options import identity, log_options
+from ..common.output import Output
+from ..common.tables import markdown_table
+from .pseudo_perplexity_options import (
+    LENGTHS,
+    PARSER,
+    ModelOptions,
+    PseudoPerplexityOptions,
+    SamplingOptions,
+    TextOptions,
+)
+from .sources import Source, load_rows, parse_sources, source_key
 
 
-ROWS = 20_000  # of the data that are looked at
-BATCH_TOKENS = 16384  # of a forward: masked copies of a text go through together
+# Number of rows of the data from which the texts are selected.
+MAX_ROWS = 20_000
+
+# Number of tokens in a forward pass over masked copies of a text.
+BATCH_TOKENS = 16384
+
+# Columns of the CSV file; those of KEY identify a row.
 KEY = ["name", "yarn", "text", "length"]
-FIELDS = [*KEY, "tokens", "positions", "mean_cross_entropy", "standard_error"]
+COLUMNS = [*KEY, "tokens", "positions", "mean_cross_entropy", "standard_error"]
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A text, truncated to the length at which it is measured.
+
+    Attributes:
+        digest: Twelve hex digits that identify the complete text.
+        length: Length in tokens of the bucket that the excerpt belongs to.
+        ids: Token ids without special tokens.
+    """
+
+    digest: str
+    length: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A model in one YaRN setting, and the excerpts on which it is measured.
+
+    Attributes:
+        name: Name of the model in the tables.
+        yarn: YaRN factor as text, or "off".
+        model: Masked language model.
+        tokenizer: Tokenizer of the model.
+        excerpts: Excerpts in the order in which they are measured.
+    """
+
+    name: str
+    yarn: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    excerpts: list[Excerpt]
+
+    def key(self, excerpt: Excerpt) -> tuple[str, str, str, int]:
+        """Return the values of KEY in the row of an excerpt."""
+        return self.name, self.yarn, excerpt.digest, excerpt.length
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Result of a model, a YaRN setting and a length, over all texts.
+
+    Attributes:
+        name: Name of the model.
+        yarn: YaRN factor as text, or "off".
+        length: Length in tokens.
+        texts: Number of texts.
+        positions: Number of masked positions in all texts.
+        mean_cross_entropy: Mean over texts of their mean cross-entropy, in nats.
+        error_positions: Standard error of this mean from the sampling of positions, with the texts
+            fixed; None if it is unknown.
+        error_texts: Standard error from the variation between texts, which includes the former;
+            None for a single text.
+        pseudo_perplexity: Exponential of the mean cross-entropy.
+        low: Lower end of the 95 % interval, which is based on the larger error.
+        high: Upper end of the 95 % interval.
+    """
+
+    name: str
+    yarn: str
+    length: int
+    texts: int
+    positions: int
+    mean_cross_entropy: float
+    error_positions: float | None
+    error_texts: float | None
+    pseudo_perplexity: float
+    low: float
+    high: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert pseudo-perplexity` and return the exit code."""
+    options = PARSER.read(argv or [])
+    log_options(options)
+    print(run(options))
+    return 0
+
+
+def run(options: PseudoPerplexityOptions) -> str:
+    """Measure all models, write the CSV file, the table and the plot, and return the table's page.
+
+    Raises:
+        UserError: If a model, the texts or the output cannot be used; raised before any text is
+            measured.
+    """
+    sources = parse_sources(options.data.text, column=options.data.column)
+    settings = {
+        **identity(options),
+        "model": [known_by(name) for name in options.model.model],
+        "text": source_key(sources),
+    }
+    output = Output(options.output.output, "pseudo-perplexity", settings)
+    path = output.folder / "pseudo_perplexity.csv"
+    if output.state() == "finished":
+        return path.with_suffix(".md").read_text(encoding="utf-8")
+
+    series = load_series(options, sources)
+    with output.claim():
+        finished = set(read_rows(path)[KEY].itertuples(index=False, name=None))
+        for each in series:
+            description = f"{each.name}, YaRN {each.yarn}"
+            for excerpt in tqdm(each.excerpts, desc=description, unit="text"):
+                if each.key(excerpt) not in finished:
+                    row = measure_excerpt(each, excerpt, options.sampling)
+                    row.to_csv(path, mode="a", header=False, index=False)
+
+        buckets = summarize(read_rows(path))
+        run_environment = environment(dtype=options.model.dtype)
+        page = write_page(path, buckets, environment_line(run_environment))
+        output.finish(environment=run_environment, buckets=[asdict(bucket) for bucket in buckets])
+    return page
 
 
 # ------------------------------------------------------------------------------------------------
 # arithmetic
 
 
-def sample_positions(length, count, seed, text):
-    """Positions to mask, sorted: all of them (`count` None), or `count` drawn without replacement
-    by (seed, text)."""
+def sample_positions(length: int, count: int | None, seed: int, text_digest: str) -> np.ndarray:
+    """Sample positions of a text without replacement.
+
+    Args:
+        length: Number of positions.
+        count: Number of positions to sample; None selects all.
+        seed: Random seed.
+        text_digest: Identifier of the text. Each text has its own sequence of random numbers.
+
+    Returns:
+        Sorted positions, (count,) int64.
+    """
     if count is None or count >= length:
         return np.arange(length)
-    digest = hashlib.sha256(f"{seed} {text}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {text_digest}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
     return np.sort(generator.choice(length, size=count, replace=False))
 
 
-def mean_and_error(values, population):
-    """Mean of a sample drawn without replacement from `population` values, and its standard error.
+def mean_and_error(values: np.ndarray, population: int) -> tuple[float, float]:
+    """Return the mean of a sample and its standard error.
 
-    The error carries the finite-population correction sqrt(1 - n / N): it is 0 when all are there,
-    and nan for a single one of many.
+    The error includes the finite population correction sqrt(1 - n / N). It is 0 if the sample is
+    the complete population, and NaN for a single value of a larger population.
+
+    Args:
+        values: Sample without replacement, (n,).
+        population: Number N of values in the population.
     """
-    values = pandas.Series(values, dtype=np.float64)
-    correction = math.sqrt(1 - len(values) / population)
-    return float(values.mean()), float(values.sem() * correction) if correction else 0.0
+    sample = pandas.Series(values, dtype=np.float64)
+    correction = math.sqrt(1 - len(sample) / population)
+    error = float(sample.sem()) * correction if correction else 0.0
+    return float(sample.mean()), error
 
 
 @torch.inference_mode()
-def masked_cross_entropy(model, ids, positions, mask_token_id):
-    """-log p(token | all other tokens) at each position, one masked copy of the text a position.
+def masked_cross_entropy(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, mask_token_id: int
+) -> np.ndarray:
+    """Compute -log p(token | all other tokens) at positions of a text.
 
     Args:
-        model: a masked language model.
-        ids: (L,) token ids of a text. positions: (n,) which are masked, one in each copy.
+        model: Masked language model.
+        ids: Token ids of the text with special tokens, (L,) int64.
+        positions: Positions to mask, each in a copy of the text of its own, (n,) int64.
+        mask_token_id: Id of the mask token.
+
     Returns:
-        (n,) float64 array, in nats.
+        Cross-entropy in nats, (n,) float64.
     """
     losses = []
     for part in positions.split(max(1, BATCH_TOKENS // len(ids))):
@@ -95,175 +245,301 @@ def masked_cross_entropy(model, ids, positions, mask_token_id):
         masked = ids.repeat(len(part), 1)
         masked[rows, part] = mask_token_id
 
-        def keep(module, inputs, rows=rows, part=part):
-            # The decoder gets the masked position of every row, so that no (n, L, V) logits are
-            # made.
+        def select_masked(
+            module: torch.nn.Module,
+            inputs: tuple[torch.Tensor, ...],
+            rows: torch.Tensor = rows,
+            part: torch.Tensor = part,
+        ) -> tuple[torch.Tensor]:
+            # The decoder receives the masked position of every row, so that logits of the shape
+            # (n, L, V) are never computed.
             return (inputs[0][rows, part],)
 
-        with model.get_output_embeddings().register_forward_pre_hook(keep):
+        with model.get_output_embeddings().register_forward_pre_hook(select_masked):
             logits = model(input_ids=masked, attention_mask=torch.ones_like(masked)).logits
         losses.append(F.cross_entropy(logits.float(), ids[part], reduction="none").double().cpu())
     return torch.cat(losses).numpy()
 
 
-def summarise(rows):
-    """Buckets of CSV rows: [{"name", "yarn", "length", "texts", "positions", "pseudo_perplexity",
-    "low", "high", errors}].
+def summarize(rows: pandas.DataFrame) -> list[Bucket]:
+    """Return the results of all models, YaRN settings and lengths.
 
-    The bucket's pseudo-perplexity is exp of the mean over texts of their mean cross-entropy.
-    `error_positions`: standard error of that mean from sampling positions, for these texts;
-    `error_texts`: from the spread between texts, which contains the former. low and high are exp of
-    the mean -+ 1.96 of the larger error.
+    Args:
+        rows: Table of the CSV file.
     """
     buckets = []
     for (name, yarn, length), texts in rows.groupby(["name", "yarn", "length"]):
-        means, errors = texts["mean_cross_entropy"], texts["standard_error"]
-        of_positions = math.sqrt((errors**2).sum(skipna=False)) / len(texts)
-        of_texts = means.sem()
-        reach = 1.96 * np.nanmax([of_positions, of_texts, 0.0])
+        means = texts["mean_cross_entropy"]
         mean = means.mean()
-        low, middle, high = np.exp(np.minimum([mean - reach, mean, mean + reach], 700)).tolist()
-        buckets.append(
-            {
-                "name": name,
-                "yarn": yarn,
-                "length": int(length),
-                "texts": len(texts),
-                "positions": int(texts["positions"].sum()),
-                "mean_cross_entropy": float(mean),
-                "error_positions": None if math.isnan(of_positions) else of_positions,
-                "error_texts": None if math.isnan(of_texts) else float(of_texts),
-                "pseudo_perplexity": middle,
-                "low": low,
-                "high": high,
-            }
+        squared_errors = texts["standard_error"] ** 2
+        error_positions = math.sqrt(squared_errors.sum(skipna=False)) / len(texts)
+        error_texts = means.sem()
+
+        # 1.96 standard errors on both sides are a 95 % interval. The exponential of 700 is close to
+        # the largest float64.
+        margin = 1.96 * np.nanmax([error_positions, error_texts, 0.0])
+        interval = np.exp(np.minimum([mean - margin, mean, mean + margin], 700)).tolist()
+
+        bucket = Bucket(
+            name=name,
+            yarn=yarn,
+            length=int(length),
+            texts=len(texts),
+            positions=int(texts["positions"].sum()),
+            mean_cross_entropy=float(mean),
+            error_positions=None if math.isnan(error_positions) else error_positions,
+            error_texts=None if math.isnan(error_texts) else float(error_texts),
+            pseudo_perplexity=interval[1],
+            low=interval[0],
+            high=interval[2],
         )
+        buckets.append(bucket)
     return buckets
 
 
 # ------------------------------------------------------------------------------------------------
-# model and texts
+# models and texts
 
 
-def load_model(options, name, factor):
-    """The masked language model in evaluation mode, with YaRN of `factor` if it is not None.
-    UserError: no masked-LM head in its checkpoint, YaRN for another model than NeoBERT."""
-    code = {"trust_remote_code": options.trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **code)
-    if factor is not None:
+def load_series(options: PseudoPerplexityOptions, sources: Sequence[Source]) -> list[Series]:
+    """Load all models in all YaRN settings, and select the excerpts of each model.
+
+    Raises:
+        UserError: If a model or a tokenizer cannot be used, or no text is long enough.
+    """
+    names = options.model.model
+    labels = [Path(name).name for name in names]
+    if len(set(labels)) < len(labels):
+        # Directories of the same name are distinguished by their paths.
+        labels = names
+
+    series = []
+    for label, name in zip(labels, names):
+        tokenizer = load_tokenizer(name, trust_remote_code=options.model.trust_remote_code)
+        models = [load_model(options.model, name, factor) for factor in options.model.yarn]
+        check_vocabulary(tokenizer, models[0], name)
+
+        lengths = usable_lengths(options.data.lengths, models, tokenizer)
+        excerpts = select_excerpts(options.data, sources, tokenizer, lengths)
+        for factor, model in zip(options.model.yarn, models):
+            yarn = "off" if factor == "off" else f"{factor:g}"
+            series.append(Series(label, yarn, model, tokenizer, excerpts))
+    return series
+
+
+def load_model(options: ModelOptions, name: str, yarn: float | str) -> PreTrainedModel:
+    """Load a masked language model in evaluation mode.
+
+    Args:
+        options: Precision, device, and whether remote code is trusted.
+        name: Directory or Hub name.
+        yarn: YaRN factor, or "off".
+
+    Raises:
+        UserError: If the checkpoint contains no masked-LM head, or YaRN is requested for a model
+            other than NeoBERT.
+    """
+    trust_remote_code = options.trust_remote_code
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if not isinstance(yarn, str):
         if config.model_type != "neobert":
-            raise UserError(f"YaRN is for NeoBERT, but {name} is a {config.model_type} model")
-        config.rope_scaling = {"rope_type": "yarn", "factor": factor}
-        config.max_position_embeddings = math.ceil(config.max_position_embeddings * factor)
-    dtype = getattr(torch, options.dtype)
+            raise UserError(
+                f"`yarn` requires a NeoBERT model, got the {config.model_type} model {name}. Pass "
+                "`--yarn off`."
+            )
+        config.rope_scaling = {"rope_type": "yarn", "factor": yarn}
+        config.max_position_embeddings = math.ceil(config.max_position_embeddings * yarn)
+
     model, info = AutoModelForMaskedLM.from_pretrained(
-        name, config=config, dtype=dtype, output_loading_info=True, **code
+        name,
+        config=config,
+        dtype=getattr(torch, options.dtype),
+        output_loading_info=True,
+        trust_remote_code=trust_remote_code,
     )
     if info["missing_keys"]:
         raise UserError(
-            f"{name} has no trained masked-LM head: {listed(sorted(info['missing_keys']), 3)} are "
-            "not in its checkpoint, and would be random"
+            f"{name} has no trained masked-LM head: its checkpoint does not contain "
+            f"{listed(sorted(info['missing_keys']), 3)}. Pass a masked language model."
         )
-    # No batch here has padding, and the warning about our own hook would be false.
+
+    # The batches have no padding. Unpadding would warn about the hook of `masked_cross_entropy`.
     model.config.unpad_inputs = False
     return model.eval().to(choose_device(options.device))
 
 
-def usable_lengths(options, models, tokenizer):
-    """The buckets that a model takes: `lengths`, or the usual ones up to its context.
+def usable_lengths(
+    lengths: Sequence[int] | None,
+    models: Sequence[PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[int]:
+    """Return the lengths that a model supports, in ascending order.
 
     Args:
-        models: the model as it is and with YaRN.
+        lengths: Requested lengths in tokens; None selects those of LENGTHS up to the context length
+            of the model.
+        models: The model in all YaRN settings.
+        tokenizer: Tokenizer of the model.
     """
-    longest = min(max(position_limit(model.base_model) for model in models), LENGTHS[-1])
-    lengths = options.lengths or [*(n for n in LENGTHS if n < longest), longest]
+    if not lengths:
+        limits = [position_limit(model.base_model) or LENGTHS[-1] for model in models]
+        context_length = min(max(limits), LENGTHS[-1])
+        lengths = [*(length for length in LENGTHS if length < context_length), context_length]
+
     limit = max(lengths)
     if any("position" in name for name, _ in models[0].named_parameters()):
-        limit = text_limit(models[0], tokenizer)  # a table of positions ends
-    return sorted({n for n in lengths if tokenizer.num_special_tokens_to_add() < n <= limit})
+        # Learned position embeddings do not extend beyond their table.
+        limit = text_limit(models[0], tokenizer) or limit
+    min_length = tokenizer.num_special_tokens_to_add() + 1
+    return sorted({length for length in lengths if min_length <= length <= limit})
 
 
-def cut_texts(options, sources, tokenizer, lengths):
-    """[(digest of the text, length bucket, ids between the special ones)], shortest first.
+def select_excerpts(
+    options: TextOptions,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+) -> list[Excerpt]:
+    """Select texts, and truncate them to the lengths at which they are measured.
 
-    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it
-    reaches. "own": every text in full (cut at the largest length), in the smallest bucket that
-    holds it, as in Figure 2. UserError: no text is long enough.
+    Lengths include the special tokens.
+
+    Args:
+        options: Number of texts, and the assignment of texts to lengths. truncate: the first tokens
+            of every text, at each length that the text reaches. full: every text once, truncated to
+            the largest length, in the smallest length that holds it, as in Figure 2.
+        sources: Sources of the texts.
+        tokenizer: Tokenizer of the model.
+        lengths: Lengths in ascending order.
+
+    Returns:
+        Excerpts, shortest first.
+
+    Raises:
+        UserError: If no text is long enough.
     """
-    special, texts = tokenizer.num_special_tokens_to_add(), {}
-    for row in load_rows(sources).take(ROWS):
+    special_count = tokenizer.num_special_tokens_to_add()
+    texts = {}
+    for row in load_rows(sources).take(MAX_ROWS):
         text = row["text"] or ""
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ids and lengths:
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-            texts[digest] = ids[: lengths[-1] - special]
-    # The same texts at every length, as far as they reach: lengths then differ in length alone.
-    chosen = sorted(texts.items(), key=lambda item: len(item[1]), reverse=True)[: options.texts]
-    units = []
-    for digest, ids in chosen:
-        reached = [length for length in lengths if length <= len(ids) + special]
-        if options.bucketing == "own":
-            reached = [next(length for length in lengths if len(ids) + special <= length)]
-        units += [(digest, length, ids[: length - special]) for length in reached]
-    if not units:
-        raise UserError(f"no text of {options.text} reaches one of the lengths {lengths}")
-    return sorted(units, key=lambda unit: (len(unit[2]), unit[0]))
+            texts[digest] = ids[: lengths[-1] - special_count]
 
+    # The longest texts are used at every length that they reach, so that the results of two lengths
+    # differ in nothing but the length.
+    longest = sorted(texts.items(), key=lambda item: len(item[1]), reverse=True)
+    excerpts = []
+    for digest, ids in longest[: options.max_texts]:
+        if options.bucketing == "full":
+            reached = [next(length for length in lengths if len(ids) + special_count <= length)]
+        else:
+            reached = [length for length in lengths if length <= len(ids) + special_count]
+        for length in reached:
+            excerpts.append(Excerpt(digest, length, ids[: length - special_count]))
 
-def read_rows(path):
-    """The CSV as a table, without a last line that a killed run left unfinished, which is removed
-    from the file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ",".join(FIELDS) + "\n"
-    text = text[: text.rfind("\n") + 1]
-    write_text(path, text)
-    return pandas.read_csv(io.StringIO(text), dtype=dict.fromkeys(KEY[:3], str))
+    if not excerpts:
+        raise UserError(
+            f"no text of {options.text} reaches one of the lengths {list(lengths)}. Pass longer "
+            "texts, or smaller `--lengths`."
+        )
+    return sorted(excerpts, key=lambda excerpt: (len(excerpt.ids), excerpt.digest))
 
 
 # ------------------------------------------------------------------------------------------------
-# the command
+# measurement and results
 
 
-def measure(model, tokenizer, text, body, options):
-    """{field of the CSV: value} of one text, cut to `body`, ids without the special ones."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    special, mask = encoded["input_ids"], encoded["special_tokens_mask"]
-    start = mask.index(0)
-    ids = [*special[:start], *body, *special[start + mask.count(0) :]]
-    ids = torch.tensor(ids, device=model.device)
-    places = sample_positions(len(body), options.position_count, options.seed, text)
-    masked = torch.from_numpy(places + start).to(model.device)
-    losses = masked_cross_entropy(model, ids, masked, tokenizer.mask_token_id)
-    return dict(zip(FIELDS[4:], (len(ids), len(places), *mean_and_error(losses, len(body)))))
+def measure_excerpt(series: Series, excerpt: Excerpt, options: SamplingOptions) -> pandas.DataFrame:
+    """Measure a model on an excerpt, and return the row of the CSV file."""
+    # The special tokens of any text are those before and after its tokens.
+    encoded = series.tokenizer("a", return_special_tokens_mask=True)
+    special_ids = encoded["input_ids"]
+    special_mask = encoded["special_tokens_mask"]
+    start = special_mask.index(0)
+    end = start + special_mask.count(0)
+    ids = [*special_ids[:start], *excerpt.ids, *special_ids[end:]]
+
+    count = None if options.positions == "exact" else options.positions
+    positions = sample_positions(len(excerpt.ids), count, options.seed, excerpt.digest)
+    device = series.model.device
+    losses = masked_cross_entropy(
+        series.model,
+        torch.tensor(ids, device=device),
+        torch.from_numpy(positions + start).to(device),
+        series.tokenizer.mask_token_id,
+    )
+    mean, error = mean_and_error(losses, len(excerpt.ids))
+    values = [*series.key(excerpt), len(ids), len(positions), mean, error]
+    return pandas.DataFrame([values], columns=COLUMNS)
 
 
-def plot_buckets(buckets: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plot pseudo-perplexity against length, one line per model and YaRN setting.
+def read_rows(path: Path) -> pandas.DataFrame:
+    """Read the CSV file, which is created if it does not exist.
+
+    An incomplete last line, left behind by a process that was killed, is removed from the file.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ",".join(COLUMNS) + "\n"
+    complete = text[: text.rfind("\n") + 1]
+    write_text(path, complete)
+    return pandas.read_csv(io.StringIO(complete), dtype=dict.fromkeys(KEY[:3], str))
+
+
+def write_page(path: Path, buckets: Sequence[Bucket], environment_text: str) -> str:
+    """Write the table and the plot next to the CSV file.
 
     Args:
-        buckets: Results of `summarise`; the error bars are their 95 % intervals.
+        path: Path of the CSV file.
+        buckets: Results of `summarize`.
+        environment_text: Description of the environment.
+
+    Returns:
+        Content of the page with the table.
     """
-    lines: dict[str, list[Mapping[str, Any]]] = {}
+    columns = ["name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high"]
+    table = pandas.DataFrame([asdict(bucket) for bucket in buckets])[columns].round(3)
+    page = (
+        f"# Pseudo-perplexity\n\n{environment_text}.\n\n"
+        f"{markdown_table(columns, table.astype(str).values.tolist())}\n"
+        "The pseudo-perplexity is the exponential of the mean cross-entropy, with every position "
+        "masked separately. `low` and `high` are the ends of its 95 % interval, which covers the "
+        "selection of texts and of positions.\n"
+    )
+    write_text(path.with_suffix(".md"), page)
+
+    figure = plot_buckets(buckets)
+    with new_file(path.with_suffix(".png")) as file:
+        figure.savefig(file, dpi=150)
+    return page
+
+
+def plot_buckets(buckets: Sequence[Bucket]) -> Figure:
+    """Plot pseudo-perplexity against length, with one line per model and YaRN setting.
+
+    The error bars are the 95 % intervals.
+    """
+    lines: dict[str, list[Bucket]] = {}
     for bucket in buckets:
-        yarn = "" if bucket["yarn"] == "off" else f", YaRN {bucket['yarn']}"
-        lines.setdefault(f"{bucket['name']}{yarn}", []).append(bucket)
+        yarn = "" if bucket.yarn == "off" else f", YaRN {bucket.yarn}"
+        lines.setdefault(f"{bucket.name}{yarn}", []).append(bucket)
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for label, points in lines.items():
-        points = sorted(points, key=lambda point: point["length"])
-        values = [point["pseudo_perplexity"] for point in points]
-        below = [value - point["low"] for value, point in zip(values, points)]
-        above = [point["high"] - value for value, point in zip(values, points)]
+        points = sorted(points, key=lambda point: point.length)
+        below = [point.pseudo_perplexity - point.low for point in points]
+        above = [point.high - point.pseudo_perplexity for point in points]
         axes.errorbar(
-            [point["length"] for point in points],
-            values,
+            [point.length for point in points],
+            [point.pseudo_perplexity for point in points],
             yerr=[below, above],
             label=label,
             marker="o",
             capsize=3,
         )
 
-    lengths = sorted({bucket["length"] for bucket in buckets})
+    lengths = sorted({bucket.length for bucket in buckets})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_yscale("log")
@@ -274,56 +550,3 @@ def plot_buckets(buckets: Sequence[Mapping[str, Any]]) -> Figure:
     axes.grid(color="#e0e0e0")
     axes.legend(frameon=False)
     return figure
-
-
-def write_page(path, buckets, env):
-    """Write the table and the plot of `summarise` beside the CSV, and return the page."""
-    columns = ["name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high"]
-    table = pandas.DataFrame(buckets)[columns].round(3)
-    page = (
-        f"# Pseudo-perplexity\n\n{environment_line(env)}.\n\n"
-        f"{markdown_table(columns, table.astype(str).values)}\n"
-        "exp(mean cross-entropy), every position masked on its own; low to high is the 95 % "
-        "interval, for the choice of texts and of positions.\n"
-    )
-    write_text(path.with_suffix(".md"), page)
-    figure = plot_buckets(buckets)
-    with new_file(path.with_suffix(".png")) as file:
-        figure.savefig(file, dpi=150)
-    return page
-
-
-def main(argv=None):
-    """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
-    (options,) = OPTIONS["pseudo-perplexity"].read(sys.argv[1:] if argv is None else argv)
-    sources = parse_sources(options.text, column=options.column)
-    known = {"model": [known_by(name) for name in options.model], "text": source_key(sources)}
-    output = Output(options.output, "pseudo-perplexity", run_settings(options) | known)
-    path = output.folder / "pseudo_perplexity.csv"
-    if output.state() == "finished":
-        print(path.with_suffix(".md").read_text())
-        return 0
-    labels, work = [Path(name).name for name in options.model], []
-    if len(set(labels)) < len(labels):
-        labels = options.model
-    for label, name in zip(labels, options.model):
-        code = options.trust_remote_code
-        tokenizer = load_tokenizer(name, trust_remote_code=code)
-        models = [load_model(options, name, factor) for factor in options.yarn_factors]
-        check_vocabulary(tokenizer, models[0], name)
-        lengths = usable_lengths(options, models, tokenizer)
-        units = cut_texts(options, sources, tokenizer, lengths)
-        for yarn, model in zip(options.yarn, models):
-            work.append((label, yarn, model, tokenizer, units))
-    with output.claim():
-        done = set(read_rows(path)[KEY].itertuples(index=False, name=None))
-        for name, yarn, model, tokenizer, units in work:
-            for text, length, body in tqdm(units, desc=f"{name}, YaRN {yarn}", unit="text"):
-                key = (name, yarn, text, length)
-                if key not in done:
-                    row = dict(zip(KEY, key)) | measure(model, tokenizer, text, body, options)
-                    pandas.DataFrame([row]).to_csv(path, mode="a", header=False, index=False)
-        buckets, env = summarise(read_rows(path)), environment(dtype=options.dtype)
-        print(write_page(path, buckets, env))
-        output.finish(environment=env, buckets=buckets)
-    return 0

@@ -1,274 +1,382 @@
-"""`neobert tokenizer TEXTS... --output DIR --vocab-size N`: a WordPiece tokenizer from texts.
+"""Command `neobert tokenizer`: train a WordPiece tokenizer.
 
-Its folder has the form of `tokenizer/`, with BERT's special tokens and ids, so that every engine
-reads it that reads BERT's. `--extend BASE` keeps the pieces of BASE under their ids and adds those
-that shorten the texts most. The texts are read once, their words are counted, and the tokenizers
-library learns from the counts; the same texts give the same tokenizer.
+The output directory has the format of `tokenizer/`, with the special tokens and ids of BERT, so
+that every engine that supports BERT's tokenizer can load it. `--extend BASE` keeps the tokens of
+BASE under their ids and adds the tokens that shorten the texts most.
+
+The texts are read once to count their words, and the tokenizers library trains on the counts. The
+same texts always yield the same tokenizer.
 """
 
 import json
 import logging
-import sys
 from collections import Counter
-from itertools import count, islice
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
 from ..common.files import json_text, read_json, write_text
-from ..common.folders import apart, check_new, new_folder
+from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.loading import load_tokenizer, save_tokenizer
-from ..common.results import markdown_table
-from .options import MULTIPLE, OPTIONS
+from ..common.options import log_options
+from ..common.tables import markdown_table
 from .sources import load_rows, parse_sources
+from .tokenizer_options import PARSER, VOCABULARY_MULTIPLE, TokenizerOptions, VocabularyOptions
 
 
 logger = logging.getLogger("neobert")
 
-# BERT's: [PAD] is 0, [UNK], [CLS], [SEP] and [MASK] are 100 to 103.
-SPECIAL = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-LONGEST_WORD = 100  # characters; WordPiece makes [UNK] of longer ones
-HELD_OUT = 50  # every so many texts one is measured and not learnt from
+# Special tokens of BERT: the id of [PAD] is 0, those of [UNK], [CLS], [SEP] and [MASK] are 100 to
+# 103.
+SPECIAL_TOKENS = [
+    "[PAD]",
+    *(f"[unused{number}]" for number in range(99)),
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+]
+
+# WordPiece replaces words of more characters by [UNK].
+MAX_WORD_LENGTH = 100
+
+# One text in this number is a validation text: the tokenizer is evaluated on it, and not trained.
+VALIDATION_INTERVAL = 50
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert tokenizer` and return the exit code."""
+    options = PARSER.read(argv or [])
+    log_options(options)
+    print(train_tokenizer(options))
+    return 0
+
+
+def train_tokenizer(options: TokenizerOptions) -> str:
+    """Train a tokenizer, write its directory, and compare it with another tokenizer.
+
+    Returns:
+        Markdown table of statistics on the validation texts: those of the new tokenizer and those
+        of the tokenizer that it extends, or of the bundled one.
+
+    Raises:
+        UserError: If the texts contain no usable word, the vocabulary is smaller than the alphabet,
+            `extend` is not a WordPiece tokenizer, or the output exists.
+    """
+    data = options.data
+    sources = parse_sources(data.texts, data.split, data.column)
+    check_new(data.output)
+    check_disjoint(data.output, *(path for source in sources for path in source.paths))
+
+    base_name = options.vocabulary.extend or str(TOKENIZER)
+    base = load_tokenizer(base_name)
+    model_type = type(base.backend_tokenizer.model).__name__
+    if model_type != "WordPiece":
+        raise UserError(
+            f"`extend` must be a WordPiece tokenizer, got the {model_type} tokenizer {base_name}."
+        )
+
+    # The new tokenizer differs from the base in its vocabulary and its normalization alone.
+    content = json.loads(base.backend_tokenizer.to_str())
+    settings = {}
+    if options.vocabulary.extend is None:
+        lowercase = not options.normalization.cased
+        strip_accents = options.normalization.strip_accents
+        settings = {"do_lower_case": lowercase, "strip_accents": strip_accents}
+        content["normalizer"] |= {"lowercase": lowercase, "strip_accents": strip_accents}
+
+    rows = load_rows(sources)
+    backend = Tokenizer.from_str(json.dumps(content))
+    all_words, validation_texts = count_words(rows, data.max_characters, backend)
+    words, alphabet = filter_words(all_words, options.vocabulary.min_frequency)
+    if not words:
+        raise UserError(
+            f"{listed(data.texts)} has no word of which every character occurs at least "
+            f"{options.vocabulary.min_frequency} times. Pass more text, or decrease "
+            "`--min-frequency`."
+        )
+
+    tokens = pad_vocabulary(build_vocabulary(words, alphabet, options.vocabulary, base))
+    if len(tokens) < options.vocabulary.rounded_size:
+        logger.warning(
+            "The vocabulary has %s tokens, but %s were requested: %s distinct words contain no "
+            "more subwords that occur at least %s times. Pass more text, or decrease "
+            "`--min-frequency`.",
+            f"{len(tokens):,}",
+            f"{options.vocabulary.vocab_size:,}",
+            f"{len(words):,}",
+            options.vocabulary.min_frequency,
+        )
+
+    content["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
+    with new_folder(data.output) as folder:
+        save_tokenizer(base, folder)
+        config_path = folder / "tokenizer_config.json"
+        # Entries such as `is_local` depend on where the base was loaded from.
+        config = {
+            name: value for name, value in read_json(config_path).items() if "local" not in name
+        }
+        write_text(config_path, json_text({**config, **settings}))
+        write_text(folder / "tokenizer.json", json_text(content))
+        write_text(folder / "vocab.txt", "".join(f"{token}\n" for token in tokens))
+
+    evaluation_texts = validation_texts or list(words)
+    statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
+    base_statistics = tokenizer_statistics(base, evaluation_texts)
+    header = [
+        "",
+        f"new ({Path(data.output).name})",
+        f"compared with ({Path(base_name).name})",
+    ]
+    return markdown_table(
+        header, [[name, value, base_statistics[name]] for name, value in statistics.items()]
+    )
+
+
+def tokenizer_statistics(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
+) -> dict[str, str]:
+    """Return formatted statistics of a tokenizer on texts, {name: value}.
+
+    The number of characters per token includes spaces.
+    """
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    token_count = max(1, sum(map(len, ids)))
+    unknown_count = sum(row.count(tokenizer.unk_token_id) for row in ids)
+    return {
+        "vocabulary size": f"{len(tokenizer):,}",
+        "characters per token": f"{sum(map(len, texts)) / token_count:.3f}",
+        "percentage of [UNK]": f"{unknown_count / token_count:.3%}",
+    }
 
 
 # ------------------------------------------------------------------------------------------------
-# reading
+# words
 
 
-def count_words(rows, limit, backend):
-    """(Counter of the words as a tokenizer has them, normalised and cut at punctuation; the texts
-    that are held out).
-
-    BERT's normalizer and pre-tokenizer look at single characters, so that each distinct chunk of
-    text between spaces needs them once.
+def count_words(
+    rows: Iterable[Mapping[str, str | None]], max_characters: int, backend: Tokenizer
+) -> tuple[Counter[str], list[str]]:
+    """Count the normalized words of texts, as the pre-tokenizer splits them.
 
     Args:
-        rows: {"text"} each.
-        limit: characters that are read.
-        backend: of the tokenizer.
+        rows: Rows with the column "text".
+        max_characters: Maximum number of characters to read.
+        backend: Tokenizer whose normalizer and pre-tokenizer are applied.
+
+    Returns:
+        Counts of the words of the training texts, and the validation texts, which are every 50th
+        text.
     """
-    chunks, held_out, read = Counter(), [], 0
+    # BERT's normalizer and pre-tokenizer depend on single characters alone, so it is sufficient to
+    # apply them once to each distinct string between spaces.
+    chunks: Counter[str] = Counter()
+    validation_texts = []
+    character_count = 0
     for number, row in enumerate(tqdm(rows, desc="reading", unit=" texts"), 1):
-        text = (row["text"] or "")[: limit - read]
-        read += len(text)
-        if number % HELD_OUT:
+        text = (row["text"] or "")[: max_characters - character_count]
+        character_count += len(text)
+        if number % VALIDATION_INTERVAL:
             chunks.update(text.split())
         else:
-            held_out.append(text)
-        if read >= limit:
+            validation_texts.append(text)
+        if character_count >= max_characters:
             break
-    words = Counter()
-    for chunk, times in chunks.items():
-        normal = backend.normalizer.normalize_str(chunk)
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal):
-            words[word] += times
-    return words, held_out
+
+    words: Counter[str] = Counter()
+    for chunk, count in chunks.items():
+        normalized = backend.normalizer.normalize_str(chunk)
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(normalized):
+            words[word] += count
+    return words, validation_texts
 
 
-def usable(words, least):
-    """(words made of characters that occur at least `least` times, the alphabet): a rare character
-    is not worth rows, and its word is [UNK] in any case.
+def filter_words(words: Mapping[str, int], min_frequency: int) -> tuple[dict[str, int], list[str]]:
+    """Remove words with rare characters, which the tokenizer will replace by [UNK].
 
-    The alphabet is a sorted list of pieces: every character, and "##" with it where it is within a
-    word.
+    Args:
+        words: Counts of the words.
+        min_frequency: Minimum number of occurrences of every character of a word.
+
+    Returns:
+        Counts of the remaining words, and their alphabet: a sorted list of the tokens of a single
+        character, followed by a sorted list of those within words, which start with "##".
     """
-    counts = Counter()
-    for word, times in words.items():
+    characters: Counter[str] = Counter()
+    for word, count in words.items():
         for character in word:
-            counts[character] += times
-    rare = {character for character, times in counts.items() if times < least}
+            characters[character] += count
+    rare = {character for character, count in characters.items() if count < min_frequency}
+
     kept = {
-        word: times
-        for word, times in words.items()
-        if len(word) <= LONGEST_WORD and rare.isdisjoint(word)
+        word: count
+        for word, count in words.items()
+        if len(word) <= MAX_WORD_LENGTH and rare.isdisjoint(word)
     }
-    within = {f"##{character}" for word in kept for character in word[1:]}
-    return kept, sorted({character for word in kept for character in word}) + sorted(within)
+    initial = {character for word in kept for character in word}
+    continuations = {f"##{character}" for word in kept for character in word[1:]}
+    return kept, sorted(initial) + sorted(continuations)
 
 
 # ------------------------------------------------------------------------------------------------
-# learning
+# vocabulary
 
 
-def learn(words, alphabet, size, least):
-    """`size` pieces or fewer, the alphabet first, then merges in the order of their counts.
+def build_vocabulary(
+    words: Mapping[str, int],
+    alphabet: Sequence[str],
+    options: VocabularyOptions,
+    base: PreTrainedTokenizerFast,
+) -> list[str]:
+    """Return the tokens of the new vocabulary in the order of their ids.
+
+    The vocabulary consists of BERT's special tokens and the trained tokens. With `extend`, it
+    consists of the tokens of `base`, new characters, and the most useful new tokens.
 
     Args:
-        words: {word: count}.
-        alphabet: as `usable` returns it.
-        least: occurrences of a pair that is merged.
+        words: Counts of the words.
+        alphabet: Tokens of a single character, as `filter_words` returns them.
+        options: Size of the vocabulary, minimum frequency of its tokens, and `extend`.
+        base: Tokenizer to extend.
+
+    Raises:
+        UserError: If the vocabulary is too small for the alphabet.
+    """
+    is_extension = options.extend is not None
+    vocabulary = base.get_vocab()
+    first_tokens = (
+        sorted(vocabulary, key=vocabulary.__getitem__) if is_extension else SPECIAL_TOKENS
+    )
+    existing = set(first_tokens)
+    characters = [token for token in alphabet if token not in existing]
+
+    required_size = len(first_tokens) + len(characters)
+    if options.rounded_size < required_size:
+        min_size = -(-required_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        raise UserError(
+            f"`vocab_size` must be at least {min_size:,}, for {len(first_tokens):,} existing "
+            f"tokens and the alphabet of the texts, got {options.vocab_size:,}. Increase "
+            f"`--vocab-size`, or increase `--min-frequency` (now {options.min_frequency})."
+        )
+
+    if not is_extension:
+        size = options.rounded_size - len(first_tokens)
+        return [*first_tokens, *train_wordpiece(words, alphabet, size, options.min_frequency)]
+
+    # Train more tokens than there is room for, and select the most useful ones.
+    free = options.rounded_size - required_size
+    trained = train_wordpiece(words, alphabet, len(alphabet) + 3 * free, options.min_frequency)
+    tokens = [*first_tokens, *characters]
+    existing = set(tokens)
+    candidates = [token for token in trained if token not in existing]
+    return [*tokens, *select_useful_tokens(words, tokens, candidates, free)]
+
+
+def train_wordpiece(
+    words: Mapping[str, int], alphabet: Sequence[str], max_size: int, min_frequency: int
+) -> list[str]:
+    """Train a WordPiece vocabulary on word counts.
+
+    Args:
+        words: Counts of the words.
+        alphabet: Tokens of a single character, as `filter_words` returns them.
+        max_size: Maximum number of tokens.
+        min_frequency: Minimum number of occurrences of a pair of tokens that is merged.
+
+    Returns:
+        The alphabet, followed by the merged tokens in the order of their frequency.
     """
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordPieceTrainer(
-        vocab_size=size,
-        min_frequency=least,
-        # Their ids settle which of two equal merges is first: without them it differs by run.
-        special_tokens=alphabet,
+        vocab_size=max_size,
+        min_frequency=min_frequency,
+        # The ids of the tokens decide between two merges of equal frequency. Special tokens have
+        # fixed ids; without them the result would differ between runs.
+        special_tokens=list(alphabet),
         limit_alphabet=len(alphabet),
-        initial_alphabet=[piece for piece in alphabet if len(piece) == 1],
+        initial_alphabet=[token for token in alphabet if len(token) == 1],
     )
-    # Every word as often as it was counted, in pieces of at most 100,000 times.
-    most = 100_000
-    texts = (
-        f"{word} " * min(most, times - done)
-        for word, times in sorted(words.items())
-        for done in range(0, times, most)
-    )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(_repeated_words(words), trainer)
     vocabulary = backend.get_vocab()
-    return sorted(vocabulary, key=vocabulary.get)
+    return sorted(vocabulary, key=vocabulary.__getitem__)
 
 
-def most_useful(words, known, candidates, most):
-    """The `most` candidates that save most pieces in the words, beside the `known` pieces.
+def _repeated_words(words: Mapping[str, int], chunk_size: int = 100_000) -> Iterable[str]:
+    """Yield each word as often as it was counted, in texts of at most `chunk_size` words."""
+    for word, count in sorted(words.items()):
+        for start in range(0, count, chunk_size):
+            yield f"{word} " * min(chunk_size, count - start)
 
-    A candidate's worth is how often it is used when all of them are there, times the pieces that
-    stand in its place without them.
+
+def select_useful_tokens(
+    words: Mapping[str, int],
+    vocabulary: Sequence[str],
+    candidates: Sequence[str],
+    max_tokens: int,
+) -> list[str]:
+    """Select the tokens that shorten the tokenized words most.
+
+    The usefulness of a candidate is the number of times that it is used if all candidates are part
+    of the vocabulary, multiplied by the number of tokens that it saves each time.
+
+    Args:
+        words: Counts of the words.
+        vocabulary: Existing tokens.
+        candidates: Tokens to select from.
+        max_tokens: Maximum number of tokens to select.
+
+    Returns:
+        The selected tokens, the most useful first.
     """
-    before = _cutter(known)
-    after = _cutter([*known, *candidates])
-    used = Counter()
-    for word, times in words.items():
-        for token in after.tokenize(word):
-            used[token.value] += times
-    within = _cutter([piece.removeprefix("##") for piece in known if piece.startswith("##")], known)
-    worth = {}
-    for piece in candidates:
-        cut = within.tokenize(piece[2:]) if piece.startswith("##") else before.tokenize(piece)
-        worth[piece] = used[piece] * (len(cut) - 1)
-    best = sorted(candidates, key=lambda piece: (-worth[piece], piece))
-    return [piece for piece in best if worth[piece] > 0][:most]
+    uses: Counter[str] = Counter()
+    extended_model = _wordpiece_model([*vocabulary, *candidates])
+    for word, count in words.items():
+        for token in extended_model.tokenize(word):
+            uses[token.value] += count
+
+    # A candidate that starts with "##" would be replaced by tokens that start with "##", too. This
+    # model applies them at the start of its input.
+    initial_model = _wordpiece_model(vocabulary)
+    continuations = [token for token in vocabulary if token.startswith("##")]
+    continuation_model = _wordpiece_model(
+        [*(token.removeprefix("##") for token in continuations), *continuations]
+    )
+    usefulness = {}
+    for candidate in candidates:
+        if candidate.startswith("##"):
+            replacement = continuation_model.tokenize(candidate.removeprefix("##"))
+        else:
+            replacement = initial_model.tokenize(candidate)
+        usefulness[candidate] = uses[candidate] * (len(replacement) - 1)
+
+    best = sorted(candidates, key=lambda candidate: (-usefulness[candidate], candidate))
+    return [candidate for candidate in best if usefulness[candidate] > 0][:max_tokens]
 
 
-def _cutter(starts, known=()):
-    """WordPiece of these pieces; with `known`, of those of its pieces that are within words."""
-    inner = [piece for piece in known if piece.startswith("##")]
-    pieces = dict.fromkeys(["[UNK]", *starts, *inner])
+def _wordpiece_model(tokens: Iterable[str]) -> models.WordPiece:
+    """Return a WordPiece model with [UNK] and these tokens; duplicates are ignored."""
+    distinct = dict.fromkeys(["[UNK]", *tokens])
     return models.WordPiece(
-        {piece: number for number, piece in enumerate(pieces)},
+        {token: number for number, token in enumerate(distinct)},
         unk_token="[UNK]",
-        max_input_chars_per_word=LONGEST_WORD,
+        max_input_chars_per_word=MAX_WORD_LENGTH,
     )
 
 
-def choose_pieces(words, alphabet, options, base):
-    """A list of pieces in the order of their ids: BERT's special tokens and what is learnt; with
-    `extend` those of the tokenizer `base`, then new characters, then the most useful new pieces.
-
-    Raises:
-        UserError: the vocabulary has no room for the alphabet.
-    """
-    known = SPECIAL
-    if options.extend is not None:
-        known = sorted(base.get_vocab(), key=base.get_vocab().get)
-    there = {*known}
-    characters = [piece for piece in alphabet if piece not in there]
-    needed = len(known) + len(characters)
-    if options.rows < needed:
-        least = -(-needed // MULTIPLE) * MULTIPLE
-        raise UserError(
-            f"vocab_size {options.vocab_size:,} is smaller than the alphabet of the texts and the "
-            f"{len(known):,} pieces before it; give at least {least:,}, or a larger min_frequency "
-            f"({options.min_frequency} now)"
-        )
-    if options.extend is None:
-        size = options.rows - len(known)
-        return [*known, *learn(words, alphabet, size, options.min_frequency)]
-    free = options.rows - needed
-    learnt = learn(words, alphabet, len(alphabet) + 3 * free, options.min_frequency)
-    pieces = [*known, *characters]
-    candidates = [piece for piece in learnt if piece not in {*pieces}]
-    return [*pieces, *most_useful(words, pieces, candidates, free)]
-
-
-def filled(pieces):
-    """`pieces` with [unused99], [unused100], ... up to a multiple of 64."""
-    names = (f"[unused{number}]" for number in count(99))
-    spare = (name for name in names if name not in pieces)
-    return [*pieces, *islice(spare, -len(pieces) % MULTIPLE)]
-
-
-# ------------------------------------------------------------------------------------------------
-# the command
-
-
-def measure(tokenizer, texts):
-    """Figures of a tokenizer on texts, {name: value}; a space is a character."""
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = max(1, sum(map(len, ids)))
-    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
-    return {
-        "vocabulary": f"{len(tokenizer):,}",
-        "characters a token": f"{sum(map(len, texts)) / tokens:.3f}",
-        "[UNK] among the tokens": f"{unknown / tokens:.3%}",
-    }
-
-
-def make_tokenizer(options):
-    """Writes the tokenizer that `VocabularyOptions` ask for, and returns a table of how it cuts
-    held-out text.
-
-    Raises:
-        UserError: no text, a vocabulary smaller than the alphabet, an EXTEND of another kind, an
-            output that is there.
-    """
-    sources = parse_sources(options.texts, options.split, options.column)
-    check_new(options.output)
-    apart(options.output, *(path for source in sources for path in source.paths))
-    base_name = options.extend or str(TOKENIZER)
-    base = load_tokenizer(base_name)
-    kind = type(base.backend_tokenizer.model).__name__
-    if kind != "WordPiece":
-        raise UserError(f"extend {base_name} cuts words by {kind}; a WordPiece tokenizer is needed")
-    # What the new one is like but for its vocabulary.
-    content, settings = json.loads(base.backend_tokenizer.to_str()), {}
-    if options.extend is None:
-        lower, strip = not options.cased, options.strip_accents
-        settings = {"do_lower_case": lower, "strip_accents": strip}
-        content["normalizer"] |= {"lowercase": lower, "strip_accents": strip}
-
-    backend = Tokenizer.from_str(json.dumps(content))
-    words, held_out = count_words(load_rows(sources), options.limit, backend)
-    words, alphabet = usable(words, options.min_frequency)
-    if not words:
-        raise UserError(
-            f"{listed(options.texts)} has no word of which every character occurs "
-            f"{options.min_frequency} times; give more text, or a smaller min_frequency"
-        )
-    pieces = filled(choose_pieces(words, alphabet, options, base))
-    if len(pieces) < options.rows:
-        logger.warning(
-            "The vocabulary has %s tokens, but %s were requested: %s distinct words contain no "
-            "more subwords that occur at least %s times. Give more text, or a smaller "
-            "`--min-frequency`.",
-            f"{len(pieces):,}",
-            f"{options.vocab_size:,}",
-            f"{len(words):,}",
-            options.min_frequency,
-        )
-    with new_folder(options.output) as folder:
-        save_tokenizer(base, folder)
-        path = folder / "tokenizer_config.json"
-        saved = {name: value for name, value in read_json(path).items() if "local" not in name}
-        write_text(path, json_text({**saved, **settings}))
-        content["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
-        write_text(folder / "tokenizer.json", json_text(content))
-        write_text(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
-    new, old = (
-        measure(tokenizer, held_out or list(words))
-        for tokenizer in (load_tokenizer(options.output), base)
-    )
-    rows = [[name, new[name], old[name]] for name in new]
-    names = [f"new ({Path(options.output).name})", f"compared with ({Path(base_name).name})"]
-    return markdown_table(["", *names], rows)
-
-
-def main(argv=None):
-    """Entry point of `neobert tokenizer`; returns the exit code."""
-    (options,) = OPTIONS["tokenizer"].read(list(sys.argv[1:] if argv is None else argv))
-    print(make_tokenizer(options))
-    return 0
+def pad_vocabulary(tokens: Sequence[str]) -> list[str]:
+    """Append unused tokens, [unused99], [unused100], ..., up to a multiple of 64 tokens."""
+    padded = list(tokens)
+    existing = set(tokens)
+    number = 99
+    while len(padded) % VOCABULARY_MULTIPLE:
+        token = f"[unused{number}]"
+        if token not in existing:
+            padded.append(token)
+        number += 1
+    return padded

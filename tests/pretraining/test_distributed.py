@@ -21,8 +21,7 @@ import torch
 
 from neobert.conversion.command import main as convert
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.pretraining.options import VocabularyOptions
-from neobert.pretraining.tokenizer import make_tokenizer
+from neobert.pretraining.tokenizer import main as train_tokenizer
 
 
 pytestmark = pytest.mark.slow
@@ -155,7 +154,7 @@ def test_zero_2_takes_another_vocabulary(folder, single):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     texts, own = str(folder / "texts.txt"), str(folder / "own")
-    make_tokenizer(VocabularyOptions(texts=[texts], vocab_size=192, output=own))
+    train_tokenizer([str(texts), "--vocab-size", "192", "--output", str(own)])
     given = {
         **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
         **{"model_config": None, "prepared": "prepared-own"},

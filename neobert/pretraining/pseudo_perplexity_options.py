@@ -1,0 +1,119 @@
+"""Options of `neobert pseudo-perplexity`. Imports neither torch nor transformers."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ..common.options import OptionGroup, OptionParser, option
+
+
+# Default lengths in tokens.
+LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(OptionGroup):
+    """Masked language models, and how they are run."""
+
+    title = "Model"
+
+    model: list[str] = option(
+        help="Masked language models: directories or Hub names.",
+        metavar="NAME",
+        affects_results=False,
+    )
+    yarn: list[Annotated[float, Meta(gt=0)] | Literal["off"]] = option(
+        default_factory=lambda: ["off"],
+        help="YaRN factors that extend the context of a NeoBERT, and off for the model without "
+        "YaRN. `off 2` measures both.",
+        metavar="{off,FLOAT}",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "Precision of the weights and the computation."
+    )
+    device: str | None = option(
+        None,
+        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.",
+        metavar="NAME",
+        affects_results=False,
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code from the model's repository. NeoBERT does not need it."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(OptionGroup):
+    """Texts, and the lengths at which they are measured."""
+
+    title = "Data"
+
+    text: str = option(
+        help="Texts: a file (jsonl, parquet, csv, tsv, txt), a directory, a glob, or a dataset on "
+        "the Hub (NAME:SUBSET@REVISION).",
+        affects_results=False,
+    )
+    column: str = option("text", "Column that contains the texts.", metavar="NAME")
+    max_texts: Annotated[int, Meta(ge=1)] = option(
+        100,
+        "Maximum number of texts. Texts that reach the largest length are preferred, then longer "
+        "texts.",
+    )
+    lengths: list[Annotated[int, Meta(ge=1, le=2**31 - 1)]] | None = option(
+        None,
+        "Text lengths in tokens, including special tokens. By default "
+        f"{', '.join(map(str, LENGTHS))}, up to the context length of the model.",
+    )
+    bucketing: Literal["truncate", "full"] = option(
+        "truncate",
+        "truncate: measure each text at every length that it reaches, truncated to this length. "
+        "full: measure each text once, at its full length, in the smallest length that holds it.",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions(OptionGroup):
+    """Positions that are masked."""
+
+    title = "Sampling"
+
+    positions: Annotated[int, Meta(ge=1)] | Literal["exact"] = option(
+        64,
+        "Number of positions that are sampled in each text, or exact to mask every position.",
+        metavar="{INT,exact}",
+    )
+    seed: int = option(0, "Random seed of the sampled positions.")
+
+
+@dataclass(frozen=True)
+class OutputOptions(OptionGroup):
+    """Output directory."""
+
+    title = "Output"
+
+    output: str = option(
+        "results/pseudo_perplexity",
+        "Output directory of the CSV file, the table and the plot.",
+        metavar="PATH",
+        affects_results=False,
+    )
+
+
+@dataclass(frozen=True)
+class PseudoPerplexityOptions:
+    """Options of `neobert pseudo-perplexity`."""
+
+    model: ModelOptions
+    data: TextOptions
+    sampling: SamplingOptions = SamplingOptions()
+    output: OutputOptions = OutputOptions()
+
+
+PARSER = OptionParser(
+    "neobert pseudo-perplexity",
+    "Measure the pseudo-perplexity of masked language models against text length (Figure 2 of the "
+    "paper). An interrupted run resumes.",
+    PseudoPerplexityOptions,
+    "neobert pseudo-perplexity --model chandar-lab/NeoBERT --text articles.jsonl --positions 64",
+)
