@@ -22,7 +22,10 @@ import lancedb
 import numpy as np
 import pandas
 import pyarrow as pa
+from lancedb import DBConnection
 from lancedb.index import FTS
+from lancedb.query import LanceQueryBuilder
+from lancedb.table import Table
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import quantize_embeddings
 
@@ -36,10 +39,11 @@ from neobert.common.scripts import load_rows, run_script
 # Weight of the encoder's scores; BM25 has the rest. It was chosen on other texts than those of
 # results/open_text.md, where this sum is above the encoder and BM25 alone in 9 of 13 workloads.
 WEIGHT = 0.75
-CANDIDATES = 100  # rows that each of the two searches returns
+# Number of rows that each of the two searches returns.
+NUM_CANDIDATES = 100
 
 
-def read_frame(path):
+def read_frame(path: str) -> pandas.DataFrame:
     """Return the rows of a file or folder."""
     suffix = Path(path).suffix
     if suffix not in ("", ".parquet", ".csv"):
@@ -48,79 +52,97 @@ def read_frame(path):
         return pandas.read_csv(path) if suffix == ".csv" else pandas.read_parquet(path)
     except OSError:
         raise
-    except ValueError as error:  # empty, another encoding, another format
+    except ValueError as error:
+        # The file is empty, or has another encoding or format.
         raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def json_rows(path):
+def json_rows(path: str) -> list[dict]:
     """Return the rows of a .jsonl file with all their columns and types."""
-    load_rows(path, ["id", "text"], texts=["text"])  # raises an error that names the row
+    # This call checks the columns and raises an error that names the row.
+    load_rows(path, ["id", "text"], texts=["text"])
     return list(rows(path))
 
 
-def read_rows(path, model, id_type):
+def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
     """Return the table of a file, with the embedding of each text in `embedding`.
 
     Args:
+        path: File with the columns `id` and `text`.
+        model: Sentence encoder for texts without an embedding.
         id_type: Arrow type of the stored IDs; None for a new store.
+
+    Raises:
+        UserError: If a column is missing, or if an ID does not have the stored type.
     """
     frame = read_frame(path)
     if missing := {"id", "text"} - set(frame):
-        raise UserError(f"{path} has no column {min(missing)!r}; it has {', '.join(frame)}.")
+        raise UserError(
+            f"{path} must have a column {min(missing)!r}, got the columns {', '.join(frame)}."
+        )
+
+    # IDs have the type of the store; those of a new store are integers or strings.
     if id_type is None:
         id_type = pa.int64() if pandas.api.types.is_integer_dtype(frame["id"]) else pa.string()
     if pa.types.is_integer(id_type):
         try:
             frame = frame.astype({"id": "int64"})
         except ValueError as error:
-            raise UserError(f"{path}: the IDs must be integers, as in the store.") from error
+            raise UserError(f"{path}: `id` must be an integer, as in the store.") from error
     else:
         frame = frame.astype({"id": str})
     frame = frame.drop_duplicates("id", keep="last")
+
     if "embedding" not in frame:
         check_model(model)
         encode = SentenceTransformer(model).encode_document
         frame["embedding"] = list(encode(list(frame["text"]), normalize_embeddings=True))
+
     table = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
-    vectors = np.stack(frame["embedding"]).astype(np.float32)
-    for name, numbers in (("embedding", vectors), ("bits", bits(vectors))):
-        column = pa.FixedSizeListArray.from_arrays(pa.array(numbers.ravel()), numbers.shape[1])
+    embeddings = np.stack(frame["embedding"]).astype(np.float32)
+    for name, values in (("embedding", embeddings), ("bits", to_bits(embeddings))):
+        column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
         table = table.append_column(name, column)
     return table.replace_schema_metadata({"model": model})
 
 
-def bits(vectors):
-    return quantize_embeddings(vectors, "ubinary")
+def to_bits(embeddings: np.ndarray) -> np.ndarray:
+    """Return the signs of embeddings, (N, D) -> (N, D / 8) uint8."""
+    return quantize_embeddings(embeddings, "ubinary")
 
 
-def best(search, where):
-    """Return the `CANDIDATES` best rows of a search by their `id`."""
-    search = search.where(where, prefilter=True) if where else search
-    return search.limit(CANDIDATES).to_pandas().set_index("id")
+def top_rows(search: LanceQueryBuilder, where: str | None) -> pandas.DataFrame:
+    """Return the `NUM_CANDIDATES` best rows of a search, with `id` as the index."""
+    if where:
+        search = search.where(where, prefilter=True)
+    return search.limit(NUM_CANDIDATES).to_pandas().set_index("id")
 
 
-def by_meaning(table, vector, where):
-    """Return the rows whose signs are the nearest."""
-    return best(table.search(bits(vector[None])[0], "bits").distance_type("hamming"), where)
+def search_by_meaning(table: Table, embedding: np.ndarray, where: str | None) -> pandas.DataFrame:
+    """Return the rows with the most equal signs."""
+    search = table.search(to_bits(embedding[None])[0], "bits").distance_type("hamming")
+    return top_rows(search, where)
 
 
-def by_words(table, query, where):
+def search_by_words(table: Table, query: str, where: str | None) -> pandas.DataFrame:
     """Return the rows with the highest BM25 scores, in `_score`."""
-    return best(table.search(query, query_type="fts", fts_columns="text"), where)
+    return top_rows(table.search(query, query_type="fts", fts_columns="text"), where)
 
 
-def similarities(rows, vector):
+def similarities(rows: pandas.DataFrame, embedding: np.ndarray) -> pandas.Series:
     """Return the cosine similarity of each row."""
-    return rows["embedding"].map(lambda other: other @ vector / np.linalg.norm(other))
+    return rows["embedding"].map(lambda other: other @ embedding / np.linalg.norm(other))
 
 
-def standardized(scores):
+def standardize(scores: pandas.Series) -> pandas.Series:
     """Return scores with mean 0 and standard deviation 1."""
     return (scores - scores.mean()) / (scores.std(ddof=0) or 1)
 
 
-def joined(meaning, words, vector):
-    """Return the weighted sum of both scores for the rows of both searches.
+def combine(
+    meaning: pandas.DataFrame, words: pandas.DataFrame, embedding: np.ndarray
+) -> tuple[pandas.Series, pandas.DataFrame]:
+    """Return the weighted sum of both scores for the rows of both searches, and these rows.
 
     Both scores are standardized over these rows. A row that the search by words has not returned
     gets a BM25 score of 0.
@@ -128,72 +150,88 @@ def joined(meaning, words, vector):
     rows = pandas.concat([meaning, words])
     rows = rows[~rows.index.duplicated()]
     bm25 = words["_score"].reindex(rows.index, fill_value=0)
-    cosine = similarities(rows, vector)
-    return WEIGHT * standardized(cosine) + (1 - WEIGHT) * standardized(bm25), rows
+    cosine = similarities(rows, embedding)
+    return WEIGHT * standardize(cosine) + (1 - WEIGHT) * standardize(bm25), rows
 
 
-def add(store, table, args):
+def add(store: DBConnection, table: Table | None, args: argparse.Namespace) -> None:
+    """Add the rows of a file, and replace stored rows with the same ID."""
     id_type = table.schema.field("id").type if table else None
     rows = read_rows(args.inputs[0], args.model, id_type)
     if table:
         merge = table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         merge.execute(rows)
-        table.optimize()  # adds the new rows to the index of words
+        # This call adds the new rows to the index of words.
+        table.optimize()
     else:
         table = store.create_table("texts", rows)
         table.create_index("text", config=FTS())
     print(f"{rows.num_rows} rows read; the store has {table.count_rows()}")
 
 
-def find(store, table, args):
+def find(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
+    """Print the best rows for each query."""
     check_model(args.model)
     encoder = SentenceTransformer(args.model)
     for query in args.inputs:
         start = time.perf_counter()
-        vector = encoder.encode_query(query, normalize_embeddings=True)
+        embedding = encoder.encode_query(query, normalize_embeddings=True)
         encoded = time.perf_counter()
+
         if args.by == "words":
-            rows = by_words(table, query, args.where)
+            rows = search_by_words(table, query, args.where)
             scores = rows["_score"]
         elif args.by == "meaning":
-            rows = by_meaning(table, vector, args.where)
-            scores = similarities(rows, vector)
+            rows = search_by_meaning(table, embedding, args.where)
+            scores = similarities(rows, embedding)
         else:
-            meaning = by_meaning(table, vector, args.where)
-            scores, rows = joined(meaning, by_words(table, query, args.where), vector)
-        names = scores.sort_values(ascending=False).index[: args.top]
+            meaning = search_by_meaning(table, embedding, args.where)
+            words = search_by_words(table, query, args.where)
+            scores, rows = combine(meaning, words, embedding)
+        best_ids = scores.sort_values(ascending=False).index[: args.top]
 
         encode_ms = 1e3 * (encoded - start)
         search_ms = 1e3 * (time.perf_counter() - encoded)
         print(f"{query}: encoded in {encode_ms:.0f} ms, found in {search_ms:.0f} ms")
-        for name in names:
-            print(f"  {name}\t{rows.loc[name, 'text'][:80]}")
+        for row_id in best_ids:
+            print(f"  {row_id}\t{rows.loc[row_id, 'text'][:80]}")
 
 
-def delete(store, table, args):
+def delete(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
+    """Delete the rows that match a condition."""
     print(f"{table.delete(args.where).num_deleted_rows} rows deleted")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("add", "find", "delete"))
     parser.add_argument("inputs", nargs="*", help="File to add, or queries.")
     parser.add_argument("--where", help="Condition on columns, as in SQL.")
-    parser.add_argument("--by", choices=("both", "meaning", "words"), default="both")
-    parser.add_argument("--top", type=int, default=3)
+    parser.add_argument(
+        "--by", choices=("both", "meaning", "words"), default="both", help="Type of search."
+    )
+    parser.add_argument("--top", type=int, default=3, help="Number of rows per query.")
     parser.add_argument("--model", help="Sentence encoder of the store.")
-    parser.add_argument("--store", default="runs/search")
+    parser.add_argument("--store", default="runs/search", help="Directory of the store.")
     args = parser.parse_args()
+
     store = lancedb.connect(args.store)
     table = store.open_table("texts") if store.list_tables().tables else None
-    if (args.command != "add" and not table) or not (
-        args.where if args.command == "delete" else args.inputs
-    ):
-        parser.error("add needs a file, find queries, delete --where; the last two also a store")
-    known = table and table.schema.metadata[b"model"].decode()
-    if known and args.model not in (None, known):
-        raise UserError(f"`--model` must be {known}, the model of the store, got {args.model}.")
-    args.model = known or args.model or "examples/sentence-encoder"
+    if args.command == "add" and not args.inputs:
+        parser.error("add requires a file.")
+    if args.command == "find" and not args.inputs:
+        parser.error("find requires a query.")
+    if args.command == "delete" and not args.where:
+        parser.error("delete requires --where.")
+    if args.command != "add" and table is None:
+        parser.error(f"`--store` must contain texts, got {args.store}. Add a file first.")
+
+    store_model = table.schema.metadata[b"model"].decode() if table else None
+    if store_model and args.model not in (None, store_model):
+        raise UserError(
+            f"`--model` must be {store_model}, the model of the store, got {args.model}."
+        )
+    args.model = store_model or args.model or "examples/sentence-encoder"
     {"add": add, "find": find, "delete": delete}[args.command](store, table, args)
 
 

@@ -1,10 +1,10 @@
-"""Sparse vectors over the vocabulary, SPLADE on the masked-LM head.
+"""Train sparse embeddings (SPLADE) on the masked-LM head with sentence-transformers.
 
     python examples/sparse_encoder.py --model MODEL --data FOLDER
 
-MODEL has a masked-LM head. FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a
+MODEL has a masked-LM head. FOLDER contains train.jsonl and test.jsonl with rows {"anchor": "a
 question", "positive": "its answer"}.
-`python examples/make_pairs.py` makes such a folder.
+`python examples/make_pairs.py --output FOLDER` writes such a folder.
 """
 
 import argparse

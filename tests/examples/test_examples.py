@@ -447,7 +447,7 @@ def test_search(tmp_path):
     search(integers, "add", path)
     assert ids(search(integers, "find", "a bird", "--where", "id = 7")) == ["7"]
     assert "1 rows deleted" in search(integers, "delete", "--where", "id = 7")
-    assert "the IDs must be integers" in search(integers, "add", tmp_path / "a.csv", code=2)
+    assert "`id` must be an integer" in search(integers, "add", tmp_path / "a.csv", code=2)
 
     for *arguments, sentence in (
         ("add", path, "--model", "other", "the model of the store, got other."),
@@ -669,7 +669,7 @@ def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
         ("New", "England"): "LOC",
         ("England",): "LOC",
     }
-    assert module.tagged(sentences[0], names, 2) == {
+    assert module.tag(sentences[0], names, 2) == {
         "tokens": ["Ada", "Byron", ":", "mathematician", "from", "New", "England", "."],
         "tags": ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "I-LOC", "O"],
     }
