@@ -1,17 +1,17 @@
-"""`neobert throughput`: real tokens a second of NeoBERT and its peers, on fixed lengths and on
-mixed ones (paper, Table 9 and Figure 3).
+"""Command `neobert throughput`: tokens per second of NeoBERT and other encoders.
 
-Every model is built with random weights. A *set* says how long the texts of a batch are; tokens a
-second count real tokens only. The models that are compared take turns in every repeat, and so does
-a plain matrix product, so that a busy machine slows all alike. Results are written after every set:
-an interrupt keeps what is done.
+The models have random weights. A workload defines the sequence lengths of a batch (paper, Table 9
+and Figure 3), and padding is not counted as tokens. The models take turns in every repeat, together
+with a plain matrix product, so that other load on the machine affects all of them. Results are
+written after every workload: an interrupt keeps those that have finished.
 """
 
 import functools
 import importlib.util
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,118 +25,177 @@ from ..common.measures import PeakMemory
 from ..common.options import log_options
 from ..common.results import write_result
 from ..common.tables import markdown_table
-from .models import build, draw_lengths, flops, lengths_of_file, make_batch
+from .models import Batch, Candidate, build, draw_lengths, flops, lengths_of_file, make_batch
 from .options import OPTIONS, Plan
-from .timing import CLOCKS, MatrixProduct, between, in_turns, ratio
+from .timing import CLOCKS, MatrixProduct, Ratio, Timing, between, in_turns, ratio
 
 
 NOTE = (
-    "Medians over repeats; padding is not counted as tokens or as work. Share: floating-point "
-    "operations that the real tokens need, over those that a plain matrix product did in the same "
-    "time. Peak: memory beyond that before the forward, reserved on CUDA and resident on the CPU."
+    "Medians over the repeats. Padding counts neither as tokens nor as work. The fraction of the "
+    "matrix product's speed is that of the floating-point operations that the tokens need. Peak "
+    "memory is the memory beyond that before the forward pass: reserved on CUDA, resident on the "
+    "CPU."
 )
+
+Pair = tuple[str, str]
+Row = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------
 # measurement
 
 
-def measure(plan, small=None, save=lambda rows: None):
-    """Measures every model and implementation on every set.
+@dataclass(frozen=True)
+class _Ready:
+    """Candidate that has run once on its batch.
+
+    Attributes:
+        candidate: Model to time.
+        batch: Batch of the workload.
+        peak_bytes: Peak memory of the first forward pass, None if it is not known.
+    """
+
+    candidate: Candidate
+    batch: Batch
+    peak_bytes: int | None
+
+
+class _Candidates:
+    """Models of a run, which are built when they are first used.
+
+    All variants of NeoBERT share one set of weights.
+    """
+
+    def __init__(self, plan: Plan, small: Mapping[str, Any]) -> None:
+        self.plan = plan
+        self.small = small
+        self.models: dict[Pair, Candidate] = {}
+
+    def get(self, pair: Pair) -> Candidate:
+        """Return the model of a pair (model, implementation)."""
+        if pair not in self.models:
+            name, implementation = pair
+            shared = self._neobert() if name == "neobert" else None
+            dtype = getattr(torch, self.plan.dtype)
+            self.models[pair] = build(
+                name, implementation, self.plan.device, dtype, self.small, shared
+            )
+        return self.models[pair]
+
+    def _neobert(self) -> torch.nn.Module | None:
+        for (name, _), candidate in self.models.items():
+            if name == "neobert":
+                return candidate.encoder
+        return None
+
+
+def measure(
+    plan: Plan,
+    small: Mapping[str, Any] | None = None,
+    save: Callable[[list[Row]], object] = lambda rows: None,
+) -> list[Row]:
+    """Measure every model and implementation on every workload.
 
     Args:
         plan: Models, workloads and repetitions.
-        small: configuration fields that replace the published ones.
-        save: function of the rows so far, called after every set.
+        small: Configuration fields that replace the published ones.
+        save: Function that is called with the rows so far after every workload.
+
     Returns:
-        a list of dictionaries, one a set, model and implementation. A model that is not available
-        here, or fails, has a row with "error".
+        One row per workload, model and implementation. A model that is not available or fails has a
+        row with "error".
     """
-    small = dict(small or {})
+    changes = dict(small or {})
     if plan.layers:
-        small["num_hidden_layers"] = plan.layers
+        changes["num_hidden_layers"] = plan.layers
     clock = CLOCKS[plan.clock]
     product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
-    file_lengths = None
-    if plan.texts:
-        file_lengths = lengths_of_file(plan.texts, plan.tokenizer)
-    pairs, candidates, rows = plan.pairs(), {}, []
+    file_lengths = lengths_of_file(plan.texts, plan.tokenizer) if plan.texts else None
+    candidates = _Candidates(plan, changes)
+    pairs = plan.pairs()
+    rows: list[Row] = []
+
     steps = len(plan.sets) * len(pairs) * (plan.repeats + 1)
     with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
-        for name in plan.sets:
+        for workload in plan.sets:
             lengths = functools.partial(
-                draw_lengths, name, seed=plan.seed, file_lengths=file_lengths
+                draw_lengths, workload, seed=plan.seed, file_lengths=file_lengths
             )
-            ready, of_set = {}, []
+            workload_rows: dict[Pair, Row] = {}
+            ready: dict[Pair, _Ready] = {}
             for pair in pairs:
-                progress.set_postfix_str(f"{name} {'/'.join(pair)}")
-                row = {"set": name, "model": pair[0], "implementation": pair[1]}
-                of_set.append(row)
+                progress.set_postfix_str(f"{workload} {'/'.join(pair)}")
+                row: Row = {"set": workload, "model": pair[0], "implementation": pair[1]}
+                workload_rows[pair] = row
+                # A package may be missing, or a kernel may fail with any exception.
                 try:
-                    if pair not in candidates:
-                        # all variants of NeoBERT share one set of weights
-                        kin = [one for (model, _), one in candidates.items() if model == "neobert"]
-                        shared = kin[0].encoder if kin and pair[0] == "neobert" else None
-                        dtype = getattr(torch, plan.dtype)
-                        candidates[pair] = build(*pair, plan.device, dtype, small, shared)
-                    batch, peak = _first_passes(candidates[pair], lengths, plan)
-                    ready[pair] = row, batch, peak
-                # one that is not installed or fails here has a row that says so
+                    ready[pair] = _first_passes(candidates.get(pair), lengths, plan)
                 except Exception as error:
                     row["error"] = one_line(error, 160)
                 progress.update(1)
+
             calls = {
-                pair: lambda candidate=candidates[pair], batch=batch: candidate(batch)
-                for pair, (_, batch, _) in ready.items()
+                pair: functools.partial(entry.candidate, entry.batch)
+                for pair, entry in ready.items()
             }
             with torch.inference_mode():
                 timings = in_turns(calls, plan.repeats, product, clock, progress.update)
-            for pair, (row, batch, peak) in ready.items():
-                row.update(_figures(candidates[pair], batch, timings[pair], product))
-                row["peak_memory_mib"] = None if peak is None else peak / 2**20
-            rows += of_set
+
+            for pair, entry in ready.items():
+                workload_rows[pair].update(_figures(entry, timings[pair], product))
+            rows += workload_rows.values()
             save(rows)
     return rows
 
 
 @torch.inference_mode()
-def _first_passes(candidate, lengths, plan):
-    """Untimed passes, with as many texts as the options allow.
+def _first_passes(candidate: Candidate, lengths: Callable[[int], list[int]], plan: Plan) -> _Ready:
+    """Run a model on as many sequences as the options allow, without timing.
 
     Args:
-        lengths: function of a number of texts -> their lengths.
-    Returns:
-        (the `Batch`, bytes of memory beyond those before its first pass or None).
+        candidate: Model to run.
+        lengths: Function that returns the sequence lengths for a batch size.
+        plan: Limits of the batch, and number of passes.
+
+    Raises:
+        ValueError: If a sequence is too long for the model.
     """
-    texts = plan.batch or plan.max_batch
-    while not plan.batch and texts > 1 and texts * max(lengths(texts)) > plan.max_tokens:
-        texts -= 1
-    batch = make_batch(lengths(texts), plan.device, plan.seed)
+    batch_size = plan.batch or plan.max_batch
+    if not plan.batch:
+        while batch_size > 1 and batch_size * max(lengths(batch_size)) > plan.max_tokens:
+            batch_size -= 1
+
+    batch = make_batch(lengths(batch_size), plan.device, plan.seed)
     if max(batch.lengths) > candidate.longest:
         raise ValueError(f"takes texts of at most {candidate.longest} tokens")
+
     with PeakMemory(plan.device) as memory:
         candidate(batch)
     for _ in range(plan.warmup - 1):
         candidate(batch)
-    return batch, memory.growth
+    return _Ready(candidate, batch, memory.growth)
 
 
-def _figures(candidate, batch, timing, product):
-    """The measured fields of a row."""
-    tokens, texts, longest = sum(batch.lengths), len(batch.lengths), max(batch.lengths)
+def _figures(entry: _Ready, timing: Timing, product: MatrixProduct) -> Row:
+    """Return the measured fields of a row."""
+    batch = entry.batch
+    tokens = sum(batch.lengths)
+    batch_size = len(batch.lengths)
+    longest = max(batch.lengths)
     speed = timing.per_second(tokens)
     return {
-        "backend": candidate.backend,
-        "batch": texts,
+        "backend": entry.candidate.backend,
+        "batch": batch_size,
         "longest": longest,
-        "fill": tokens / (texts * longest),
+        "fill": tokens / (batch_size * longest),
         "real_tokens": tokens,
         "tokens_per_second": speed["median"],
         "quartiles": speed["quartiles"],
         "seconds": timing.seconds,
-        "gemm_gflops": sorted(timing.rates)[len(timing.rates) // 2] / 1e9,
+        "gemm_gflops": statistics.median_high(timing.rates) / 1e9,
         "gemm_size": product.size,
-        "share_of_gemm": timing.share(flops(candidate.encoder, batch.lengths)),
+        "share_of_gemm": timing.share(flops(entry.candidate.encoder, batch.lengths)),
+        "peak_memory_mib": None if entry.peak_bytes is None else entry.peak_bytes / 2**20,
     }
 
 
@@ -144,64 +203,86 @@ def _figures(candidate, batch, timing, product):
 # tables
 
 
-def ratios(rows, implementation="sdpa"):
-    """Speed of NeoBERT over every other run of the same set: {set: {"model/implementation":
-    {"ratio", "quartiles"}}}."""
-    per_token = {
-        (row["set"], row["model"], row["implementation"]): [
-            second / row["real_tokens"] for second in row["seconds"]
-        ]
-        for row in rows
-        if not row.get("error")
-    }
-    result = {}
-    for (name, model, kind), seconds in per_token.items():
-        own = per_token.get((name, "neobert", implementation))
-        if own is not None and own is not seconds:
-            result.setdefault(name, {})[f"{model}/{kind}"] = ratio(seconds, own)
+def ratios(rows: Sequence[Row], implementation: str = "sdpa") -> dict[str, dict[str, Ratio]]:
+    """Return the speedup of NeoBERT over every other run of the same workload.
+
+    Args:
+        rows: Rows of a run.
+        implementation: Implementation of NeoBERT that is compared.
+
+    Returns:
+        The speedups, {workload: {"model/implementation": ratio}}.
+    """
+    seconds_per_token: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if not row.get("error"):
+            key = (row["set"], row["model"], row["implementation"])
+            seconds_per_token[key] = [second / row["real_tokens"] for second in row["seconds"]]
+
+    result: dict[str, dict[str, Ratio]] = {}
+    for (workload, model, other), times in seconds_per_token.items():
+        reference = seconds_per_token.get((workload, "neobert", implementation))
+        if reference is not None and reference is not times:
+            result.setdefault(workload, {})[f"{model}/{other}"] = ratio(times, reference)
     return result
 
 
-def row_table(rows):
-    """Every run, as a markdown table."""
-    lines = []
+def row_table(rows: Sequence[Row]) -> str:
+    """Return every run as a markdown table."""
+    header = [
+        "Workload",
+        "Model",
+        "Implementation",
+        "Batch size",
+        "Longest sequence (tokens)",
+        "Non-padding fraction",
+        "Tokens/s",
+        "Quartiles",
+        "Fraction of matrix product",
+        "Peak memory (MiB)",
+    ]
+    lines: list[list[object]] = []
     for row in rows:
         name = [row["set"], row["model"], row["implementation"]]
         if row.get("error"):
             lines.append([*name, "", "", "", "", row["error"], "", ""])
             continue
-        speed = f"{row['tokens_per_second']:,.0f}", between(row["quartiles"])
         peak = row["peak_memory_mib"]
         lines.append(
-            [*name, row["batch"], row["longest"], f"{row['fill']:.2f}", *speed]
-            + [f"{row['share_of_gemm']:.2f}", None if peak is None else f"{peak:,.0f}"]
+            [
+                *name,
+                row["batch"],
+                row["longest"],
+                f"{row['fill']:.2f}",
+                f"{row['tokens_per_second']:,.0f}",
+                between(row["quartiles"]),
+                f"{row['share_of_gemm']:.2f}",
+                None if peak is None else f"{peak:,.0f}",
+            ]
         )
-    header = "set, model, implementation, texts, longest, fill, real tokens/s, quartiles"
-    return markdown_table([*header.split(", "), "share of GEMM", "peak MiB"], lines)
+    return markdown_table(header, lines)
 
 
-def ratio_table(rows, implementation="sdpa"):
-    """`ratios` as a markdown table."""
-    table = [
-        [name, other, f"{value['ratio']:.2f}", between(value["quartiles"], ".2f")]
-        for name, others in ratios(rows, implementation).items()
-        for other, value in others.items()
-    ]
-    return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
+def ratio_table(rows: Sequence[Row], implementation: str = "sdpa") -> str:
+    """Return `ratios` as a markdown table."""
+    lines = []
+    for workload, others in ratios(rows, implementation).items():
+        for other, value in others.items():
+            speedup = f"{value['ratio']:.2f}"
+            lines.append([workload, other, speedup, between(value["quartiles"], ".2f")])
+    return markdown_table(["Workload", "Model/implementation", "Speedup", "Quartiles"], lines)
 
 
-def write_results(folder, plan, made, rows):
-    """Writes throughput.json and throughput.md.
-
-    Args:
-        made: the environment, as `results.environment` returns it.
-    """
+def write_results(
+    folder: Path, plan: Plan, environment: Mapping[str, Any], rows: Sequence[Row]
+) -> None:
+    """Write throughput.json and throughput.md."""
     text = (
-        f"Clock: {plan.clock}. {NOTE}\n\n{row_table(rows)}\n## NeoBERT (sdpa) over\n\n"
+        f"Clock: {plan.clock}. {NOTE}\n\n{row_table(rows)}\n## Speedup of NeoBERT (sdpa)\n\n"
         f"{ratio_table(rows)}"
     )
     data = {"options": asdict(plan), "rows": rows, "ratios": ratios(rows)}
-    write_result(Path(folder) / "throughput", "Throughput", made, data, text)
+    write_result(folder / "throughput", "Throughput", environment, data, text)
 
 
 def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dict]) -> None:
@@ -219,23 +300,32 @@ def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dic
     plot_speedup(rows, ratios(rows), folder / "by_fill.png", caption)
 
 
-def main(argv=None, small=None):
-    """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
-    130 after an interrupt."""
+def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Words of the command line after `throughput`.
+        small: Configuration fields that replace the published ones, for tests.
+
+    Returns:
+        The exit code: 0, or 130 after an interrupt.
+    """
     options = OPTIONS["throughput"].read(sys.argv[1:] if argv is None else argv)
     log_options(options)
     plan = Plan.from_options(options)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     check_new(plan.output, "output")
+
     folder = Path(plan.output)
-    made = environment(dtype=plan.dtype)
-    save = functools.partial(write_results, folder, plan, made)
+    record = environment(dtype=plan.dtype)
+    save = functools.partial(write_results, folder, plan, record)
     try:
         rows = measure(plan, small, save)
     except KeyboardInterrupt:
-        print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
+        print(f"interrupted. {folder} contains the workloads that have finished.", file=sys.stderr)
         return 130
-    write_plots(folder, made, rows)
+
+    write_plots(folder, record, rows)
     print(row_table(rows), ratio_table(rows), sep="\n")
     return 0

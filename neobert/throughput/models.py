@@ -1,15 +1,16 @@
-"""What `neobert throughput` compares: models built from their configurations with random weights,
-so that nothing is downloaded, and batches of texts of given lengths.
+"""Models to compare, built with random weights, and batches with given sequence lengths.
 
-A candidate is a model and an implementation ("neobert", "sdpa"); `build` gives a `Candidate` that
-takes a `Batch`.
+Nothing is downloaded. `build` returns a `Candidate`, a model with one implementation ("neobert",
+"sdpa"), which is called with a `Batch`.
 """
 
 import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from transformers import (
     BertModel,
     ModernBertConfig,
     ModernBertModel,
+    PretrainedConfig,
     RobertaConfig,
     RobertaModel,
 )
@@ -30,6 +32,27 @@ from ..common.packing import compile_blocks, pack
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 from .options import IMPLEMENTATIONS
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Model class with its published configuration.
+
+    Attributes:
+        model_class: Encoder class of transformers or of this package.
+        config_class: Configuration class.
+        fields: Fields of the configuration that differ from the defaults of the class.
+        max_length: Maximum sequence length in tokens.
+    """
+
+    model_class: Any
+    config_class: Callable[..., PretrainedConfig]
+    fields: Mapping[str, Any]
+    max_length: int
+
+    def config(self, changes: Mapping[str, Any]) -> PretrainedConfig:
+        """Return the configuration with some fields replaced."""
+        return self.config_class(**{**self.fields, **changes})
 
 
 _LARGE = {
@@ -44,97 +67,218 @@ _ROBERTA = {
     "type_vocab_size": 1,
     "layer_norm_eps": 1e-5,
 }
-_MODERN_LARGE = {
+_MODERNBERT_LARGE = {
     "hidden_size": 1024,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
     "intermediate_size": 2624,
 }
+# RoPE has no hard limit. NeoBERT is measured up to 8,192 tokens as in the paper.
+_NEOBERT = {"max_position_embeddings": 8192}
 
-# name: (model class, configuration, longest text in tokens). NeoBERT's RoPE has no hard limit;
-# 8,192 is measured as in the paper.
 MODELS = {
-    "neobert": (
-        NeoBERTModel,
-        lambda **small: NeoBERTConfig(**{"max_position_embeddings": 8192, **small}),
-        8192,
-    ),
-    "bert-base": (BertModel, lambda **small: BertConfig(**small), 512),
-    "bert-large": (BertModel, lambda **small: BertConfig(**{**_LARGE, **small}), 512),
-    "roberta-base": (RobertaModel, lambda **small: RobertaConfig(**{**_ROBERTA, **small}), 512),
-    "roberta-large": (
-        RobertaModel,
-        lambda **small: RobertaConfig(**{**_ROBERTA, **_LARGE, **small}),
-        512,
-    ),
-    "modernbert-base": (ModernBertModel, lambda **small: ModernBertConfig(**small), 8192),
-    "modernbert-large": (
-        ModernBertModel,
-        lambda **small: ModernBertConfig(**{**_MODERN_LARGE, **small}),
-        8192,
-    ),
+    "neobert": Architecture(NeoBERTModel, NeoBERTConfig, _NEOBERT, 8192),
+    "bert-base": Architecture(BertModel, BertConfig, {}, 512),
+    "bert-large": Architecture(BertModel, BertConfig, _LARGE, 512),
+    "roberta-base": Architecture(RobertaModel, RobertaConfig, _ROBERTA, 512),
+    "roberta-large": Architecture(RobertaModel, RobertaConfig, {**_ROBERTA, **_LARGE}, 512),
+    "modernbert-base": Architecture(ModernBertModel, ModernBertConfig, {}, 8192),
+    "modernbert-large": Architecture(ModernBertModel, ModernBertConfig, _MODERNBERT_LARGE, 8192),
 }
 
 
+# ------------------------------------------------------------------------------------------------
+# the published implementation
+
+
 class PublishedConstruction(nn.Module):
-    """The forward of the published code around this package's weights and norms, written out here
-    so that nothing of the model's own helpers is in it: every layer computes on padding, under an
-    additive mask expanded to (B, H, L, L); RoPE is a complex product in float32; the feed-forward
-    runs in one piece.
+    """Forward pass of the published code with the weights and norms of this package.
+
+    Every layer computes on padding, with an additive mask that is expanded to (B, H, L, L). RoPE is
+    a complex product in float32, and the feed-forward layer processes all tokens at once. The
+    forward pass uses none of the helpers of the model.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: NeoBERTModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, attention_mask):
-        """(B, L) ids and ones-and-zeros mask -> hidden states (B, L, D)."""
-        model, length = self.model, input_ids.shape[1]
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states (B, L, D).
+
+        Args:
+            input_ids: Token ids (B, L).
+            attention_mask: Mask (B, L), 0 for padding.
+        """
+        model: Any = self.model
+        length = input_ids.shape[1]
         heads = model.config.num_attention_heads
         hidden = model.encoder(input_ids)
+
         mask = torch.where(attention_mask.bool(), 0.0, float("-inf")).to(hidden.dtype)
         mask = mask[:, None, None, :].repeat(1, heads, length, 1)
-        rotary = _complex_rotary(
-            length, model.config.hidden_size // heads, model.config.rope_theta, input_ids.device
-        )
+        head_dim = model.config.hidden_size // heads
+        rotary = _complex_rotary(length, head_dim, model.config.rope_theta, input_ids.device)
+
         for block in model.transformer_encoder:
-            query, key, value = (
-                block.qkv(block.attention_norm(hidden)).unflatten(-1, (heads, -1)).chunk(3, dim=-1)
+            projected = block.qkv(block.attention_norm(hidden)).unflatten(-1, (heads, -1))
+            query, key, value = projected.chunk(3, dim=-1)
+            attended = F.scaled_dot_product_attention(
+                _rotated(query, rotary).transpose(1, 2),
+                _rotated(key, rotary).transpose(1, 2),
+                value.transpose(1, 2),
+                attn_mask=mask,
             )
-            query, key, value = (
-                x.transpose(1, 2) for x in (_rotated(query, rotary), _rotated(key, rotary), value)
-            )
-            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
             hidden = hidden + block.wo(attended.transpose(1, 2).flatten(-2))
             gate, up = block.ffn.w12(block.ffn_norm(hidden)).chunk(2, dim=-1)
             hidden = hidden + block.ffn.w3(F.silu(gate) * up)
         return model.layer_norm(hidden)
 
 
-def _complex_rotary(length, head_dim, theta, device):
-    """exp(i * position * theta^(-2j / K)), (L, 1, K / 2) complex."""
-    frequencies = theta ** (
-        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    )
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+def _complex_rotary(length: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """Return exp(i * position * theta^(-2j / K)), complex of shape (L, 1, K / 2)."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = theta**-exponents
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
     return torch.polar(torch.ones_like(angles), angles)[:, None]
 
 
-def _rotated(x, rotary):
-    """(B, L, H, K) with each adjacent pair turned by its angle."""
+def _rotated(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Return `x` of shape (B, L, H, K) with each adjacent pair of values rotated by its angle."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
 
 
-@dataclass
-class Candidate:
-    """One model under one implementation.
+# ------------------------------------------------------------------------------------------------
+# batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch of random sequences.
 
     Attributes:
-        encoder: its weights and configuration; `model` is what runs.
-        layout: of the batches that it is given.
-        longest: the longest text that the model takes, in tokens.
-        backend: which attention kernel runs, where the model says so.
+        lengths: Sequence lengths in tokens, as Python numbers, so that reading them does not wait
+            for the device.
+        input_ids: Token ids (B, L), padded on the right.
+        attention_mask: Mask (B, L), 0 for padding.
+    """
+
+    lengths: tuple[int, ...]
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether the sequences have different lengths."""
+        return min(self.lengths) < max(self.lengths)
+
+    @cached_property
+    def packed(self) -> dict[str, Any]:
+        """Packed batch, with the arguments that DataCollatorWithFlattening returns."""
+        rows = [ids[:count] for ids, count in zip(self.input_ids.cpu().numpy(), self.lengths)]
+        device = self.input_ids.device
+        positions = torch.cat([torch.arange(count, device=device) for count in self.lengths])
+        return {"position_ids": positions[None], **pack(rows, device)}
+
+
+def make_batch(lengths: Sequence[int], device: str | torch.device = "cpu", seed: int = 0) -> Batch:
+    """Return a batch of random token ids.
+
+    Args:
+        lengths: Sequence lengths in tokens.
+        device: Device of the tensors.
+        seed: Random seed of the token ids.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1000, 30000, mask.shape, generator=generator) * mask
+    return Batch(tuple(lengths), ids.to(device), mask.to(device))
+
+
+def draw_lengths(
+    name: str, count: int, seed: int = 0, file_lengths: Sequence[int] | None = None
+) -> list[int]:
+    """Return the sequence lengths of a batch.
+
+    Args:
+        name: Workload: "512" (all sequences have this length), "normal-256", "normal-4096", "short"
+            (log-normal with median 48 and sigma 0.7, from 4 to 512: about 30 % of a batch of 32 are
+            not padding), "fill-30" (one sequence of 512 tokens, and others so that 30 % of the
+            batch are not padding), or "texts".
+        count: Batch size in sequences.
+        seed: Random seed.
+        file_lengths: Lengths of the workload "texts", which are sampled with replacement.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if name.isdigit():
+        return [int(name)] * count
+    if name.startswith("fill-"):
+        return _lengths_of_fill(int(name.removeprefix("fill-")) / 100, count, generator)
+    if name.startswith("normal-"):
+        mean = int(name.removeprefix("normal-"))
+        lengths = torch.randn(count, generator=generator) * mean / 4 + mean
+        lengths = lengths.round().clamp(16, 2 * mean)
+    elif name == "short":
+        logarithms = torch.randn(count, generator=generator) * 0.7 + math.log(48)
+        lengths = torch.exp(logarithms).round().clamp(4, 512)
+    elif name == "texts" and file_lengths:
+        indices = torch.randint(len(file_lengths), (count,), generator=generator)
+        lengths = torch.tensor(file_lengths)[indices]
+    else:
+        raise ValueError(f"unknown workload {name!r}")
+    return [int(length) for length in lengths]
+
+
+def _lengths_of_fill(
+    fill: float, count: int, generator: torch.Generator, longest: int = 512
+) -> list[int]:
+    """Return lengths whose mean is `fill` times that of the longest sequence.
+
+    One sequence has the length `longest`. The lengths of the others are spread evenly around their
+    mean, by at most a half of it.
+    """
+    if count == 1:
+        return [longest]
+    mean = max((fill * count - 1) / (count - 1), 1 / longest) * longest
+    spread = min(mean, longest - mean) / 2
+    lengths = mean + spread * torch.linspace(-1, 1, count - 1)
+    lengths = lengths[torch.randperm(len(lengths), generator=generator)].round().clamp(1, longest)
+    return [longest, *(int(length) for length in lengths)]
+
+
+def lengths_of_file(path: str | Path, tokenizer: str | Path | None = None) -> list[int]:
+    """Return the lengths in tokens of the non-empty lines of a text file.
+
+    Args:
+        path: Text file with one text per line.
+        tokenizer: Tokenizer, by default the bundled one.
+
+    Raises:
+        UserError: If the file contains no text, or there is no such tokenizer.
+    """
+    lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"{path} contains no text.")
+    encoded = load_tokenizer(tokenizer or TOKENIZER)(lines, truncation=True, max_length=8192)
+    return [len(ids) for ids in encoded["input_ids"]]
+
+
+# ------------------------------------------------------------------------------------------------
+# candidates
+
+
+@dataclass
+class Candidate:
+    """Model with one implementation.
+
+    Attributes:
+        encoder: Model with weights and configuration.
+        model: Module that runs, which may be a wrapper of `encoder`.
+        layout: Layout of the batches, see `options.Implementation`.
+        longest: Maximum sequence length in tokens.
+        backend: Attention kernel, if the model reports it.
     """
 
     encoder: nn.Module
@@ -143,9 +287,8 @@ class Candidate:
     longest: int
     backend: str
 
-    def __call__(self, batch):
-        """Last hidden states of a `Batch`, (B, L, D); packed by the caller it is one row, (1, T,
-        D)."""
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the last hidden states, (B, L, D), or (1, T, D) of a packed batch."""
         if self.layout == "published":
             return self.model(batch.input_ids, batch.attention_mask)
         if self.layout == "packed":
@@ -154,157 +297,93 @@ class Candidate:
         return self.model(input_ids=batch.input_ids, attention_mask=mask).last_hidden_state
 
 
-def flops(model, lengths):
-    """Floating-point operations of an encoder that the real tokens need: 2 a weight of every linear
-    layer, and 4 D a pair of visible tokens.
+def build(
+    name: str,
+    implementation: str,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    small: Mapping[str, Any] | None = None,
+    shared: nn.Module | None = None,
+) -> Candidate:
+    """Return a model in eval mode with random weights.
 
     Args:
-        lengths: of the texts, in tokens. Padding is not needed and not counted.
+        name: Key of `MODELS`.
+        implementation: Key of `IMPLEMENTATIONS`.
+        device: Device of the model.
+        dtype: Dtype of the weights.
+        small: Configuration fields that replace the published ones.
+        shared: Model of the same class and size whose weights are used, so that a variant takes no
+            additional memory.
+
+    Raises:
+        ImportError: If a package of the implementation is not installed.
+        ValueError: If the model does not support the implementation.
+    """
+    variant = IMPLEMENTATIONS[implementation]
+    architecture = MODELS[name]
+    config = architecture.config(small or {})
+    if name == "neobert":
+        config.unpad_inputs = variant.layout not in ("padded", "published")
+    # ModernBERT would compile itself.
+    if hasattr(config, "reference_compile"):
+        config.reference_compile = False
+
+    torch.manual_seed(0)
+    model_class = architecture.model_class
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
+    options = {"add_pooling_layer": False} if has_pooler else {}
+    model = model_class._from_config(
+        config, attn_implementation=variant.attention, dtype=dtype, **options
+    ).eval()
+    if shared is not None:
+        for module, shared_module in zip(model.modules(), shared.modules()):
+            module._parameters.update(shared_module._parameters)
+    model.to(device)
+
+    running: nn.Module = model
+    if variant.layout == "published":
+        running = PublishedConstruction(model)
+        backend = "scaled_dot_product_attention with an expanded additive mask"
+    elif hasattr(model, "attention_backend"):
+        backend = model.attention_backend()
+    else:
+        backend = f"{variant.attention}, {variant.layout} layout"
+    if variant.compiled:
+        compile_blocks(model)
+        backend = f"compiled; {backend}"
+    return Candidate(model, running, variant.layout, architecture.max_length, backend)
+
+
+def flops(model: nn.Module, lengths: Sequence[int]) -> int:
+    """Return the floating-point operations that an encoder needs for some sequences.
+
+    A linear layer needs 2 operations per weight and token, and attention 4 D per pair of a token
+    and a visible token. Padding is not counted.
+
+    Args:
+        model: Encoder.
+        lengths: Sequence lengths in tokens.
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    config, pairs = model.config, 0
-    # ModernBERT: in two layers of three a token sees 64 to each side.
-    every = getattr(config, "global_attn_every_n_layers", None)
-    kinds = getattr(config, "layer_types", None)
-    for layer in range(config.num_hidden_layers):
-        local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
-        pairs += sum(n * (min(n, config.local_attention + 1) if local else n) for n in lengths)
+    config: Any = model.config
+    layers = range(config.num_hidden_layers)
+    pairs = sum(_visible_pairs(config, layer, lengths) for layer in layers)
     return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
 
 
-def build(name, implementation, device, dtype, small=None, shared=None):
-    """A `Candidate` in eval mode with random weights.
+def _visible_pairs(config: Any, layer: int, lengths: Sequence[int]) -> int:
+    """Return the number of pairs of a token and a visible token in a layer.
 
-    Args:
-        name, implementation: keys of `MODELS` and `IMPLEMENTATIONS`.
-        small: configuration fields that replace the published ones (tests).
-        shared: a model of the same class and size whose weights are used again, so that a variant
-            costs no memory.
-    Raises:
-        ImportError, ValueError: the implementation is not available here; the message is the
-            library's.
+    In two of three layers of ModernBERT a token sees 64 tokens on each side.
     """
-    attention, layout, compiled, _ = IMPLEMENTATIONS[implementation]
-    model_class, make_config, longest = MODELS[name]
-    config = make_config(**(small or {}))
-    if name == "neobert":
-        config.unpad_inputs = layout not in ("padded", "published")
-    pooled = "add_pooling_layer" in inspect.signature(model_class).parameters
-    options = {"add_pooling_layer": False} if pooled else {}
-    torch.manual_seed(0)
-    if hasattr(config, "reference_compile"):
-        config.reference_compile = False
-    model = model_class._from_config(
-        config, attn_implementation=attention, dtype=dtype, **options
-    ).eval()
-    if shared is not None:
-        for mine, theirs in zip(model.modules(), shared.modules()):
-            mine._parameters.update(theirs._parameters)
-    model.to(device)
-    backend = (
-        model.attention_backend()
-        if hasattr(model, "attention_backend")
-        else f"{attention}, {layout} layout"
-    )
-    run = model
-    if layout == "published":
-        run = PublishedConstruction(model)
-        backend = "scaled_dot_product_attention with an expanded additive mask"
-    elif compiled:
-        compile_blocks(model)
-        backend = f"compiled; {backend}"
-    return Candidate(model, run, layout, longest, backend)
-
-
-# ------------------------------------------------------------------------------------------------
-# batches
-
-
-def draw_lengths(name, count, seed=0, file_lengths=None):
-    """Lengths in tokens of `count` texts.
-
-    Args:
-        name: "512" (fixed), "normal-256", "normal-4096", "short" (log-normal, median 48, sigma 0.7,
-        4 to 512: about 0.3 of a batch of 32 is real), "fill-30" (one text of 512 and others of
-            which the batch has 30 % real tokens), "texts".
-        file_lengths: of the texts of a file; drawn from without order, with repetition where it has
-            fewer than `count`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if name.isdigit():
-        return [int(name)] * count
-    if name.startswith("normal-"):
-        mean = int(name.removeprefix("normal-"))
-        lengths = (
-            (torch.randn(count, generator=generator) * mean / 4 + mean).round().clamp(16, 2 * mean)
-        )
-    elif name == "short":
-        lengths = (
-            torch.exp(torch.randn(count, generator=generator) * 0.7 + math.log(48))
-            .round()
-            .clamp(4, 512)
-        )
-    elif name == "texts":
-        lengths = torch.tensor(file_lengths)[
-            torch.randint(len(file_lengths), (count,), generator=generator)
-        ]
+    layer_types = getattr(config, "layer_types", None)
+    global_every = getattr(config, "global_attn_every_n_layers", 0)
+    if layer_types:
+        is_local = layer_types[layer] == "sliding_attention"
     else:
-        return _lengths_of_fill(int(name.removeprefix("fill-")) / 100, count, generator)
-    return [int(n) for n in lengths]
-
-
-def _lengths_of_fill(fill, count, generator, longest=512):
-    """One text of `longest` tokens, the others spread evenly by up to a half around the length that
-    makes the mean fill * longest."""
-    rest = max((fill * count - 1) / max(count - 1, 1), 1 / longest) * longest
-    spread = min(rest, longest - rest) / 2
-    lengths = (
-        rest + spread * torch.linspace(-1, 1, max(count - 1, 1)) if count > 1 else torch.empty(0)
-    )
-    lengths = lengths[torch.randperm(len(lengths), generator=generator)].round().clamp(1, longest)
-    return [longest, *(int(n) for n in lengths)]
-
-
-def lengths_of_file(path, tokenizer=None):
-    """Lengths in tokens of the non-empty lines of a text file."""
-    lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
-    if not lines:
-        raise UserError(f"{path} holds no text")
-    tokenizer = load_tokenizer(tokenizer or TOKENIZER)
-    return [len(ids) for ids in tokenizer(lines, truncation=True, max_length=8192)["input_ids"]]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Texts of known lengths.
-
-    Attributes:
-        lengths: of the texts, in tokens; Python numbers, so that nobody waits for the device to
-            learn them.
-        input_ids, attention_mask: (B, longest), padded on the right.
-    """
-
-    lengths: tuple
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-
-    @property
-    def has_padding(self):
-        return min(self.lengths) < max(self.lengths)
-
-    @cached_property
-    def packed(self):
-        """One row without padding and its packing arguments, as
-        `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
-        rows = [ids[:count] for ids, count in zip(self.input_ids.cpu().numpy(), self.lengths)]
-        device = self.input_ids.device
-        positions = torch.cat([torch.arange(count, device=device) for count in self.lengths])
-        return {"position_ids": positions[None], **pack(rows, device)}
-
-
-def make_batch(lengths, device="cpu", seed=0):
-    """A `Batch` of random token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    ids = torch.randint(1000, 30000, mask.shape, generator=generator) * mask
-    return Batch(tuple(lengths), ids.to(device), mask.to(device))
+        is_local = global_every > 0 and layer % global_every != 0
+    if not is_local:
+        return sum(length * length for length in lengths)
+    window = config.local_attention + 1
+    return sum(length * min(length, window) for length in lengths)

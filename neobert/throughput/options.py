@@ -22,37 +22,36 @@ MODELS = (
     "modernbert-base",
     "modernbert-large",
 )
-# Name: (attention implementation, layout of the batch, compiled, description).
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Attention implementation and batch layout of a measurement.
+
+    Attributes:
+        attention: Value of `attn_implementation`.
+        layout: "native" (NeoBERT packs, the others compute on padding), "padded" (NeoBERT with
+            unpad_inputs=False), "published" (NeoBERT as published: padded, with an additive mask
+            that is expanded to (B, H, L, L)), or "packed" by the caller (the other models do not
+            compute on padding either).
+        compiled: Whether every block is compiled, with a dynamic number of tokens.
+    """
+
+    attention: str
+    layout: str = "native"
+    compiled: bool = False
+
+
 IMPLEMENTATIONS = {
-    "sdpa": (
-        "sdpa",
-        "own",
-        False,
-        "the model's own default; NeoBERT packs, the others compute on padding",
-    ),
-    "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
-    "published": (
-        "sdpa",
-        "published",
-        False,
-        "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)",
-    ),
-    "compiled": ("sdpa", "own", True, "as sdpa, every block compiled, with a dynamic token count"),
-    "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
-    "flash_attention_2-packed": (
-        "flash_attention_2",
-        "packed",
-        False,
-        "flash-attn 2, packed by the caller (no padding for the peers)",
-    ),
-    "flash_attention_2-compiled": (
-        "flash_attention_2",
-        "own",
-        True,
-        "flash-attn 2 under torch.compile",
-    ),
-    "flash_attention_3": ("flash_attention_3", "own", False, "flash-attn 3"),
-    "flex_attention": ("flex_attention", "own", False, "flex_attention"),
+    "sdpa": Implementation("sdpa"),
+    "padded": Implementation("sdpa", "padded"),
+    "published": Implementation("sdpa", "published"),
+    "compiled": Implementation("sdpa", compiled=True),
+    "flash_attention_2": Implementation("flash_attention_2"),
+    "flash_attention_2-packed": Implementation("flash_attention_2", "packed"),
+    "flash_attention_2-compiled": Implementation("flash_attention_2", compiled=True),
+    "flash_attention_3": Implementation("flash_attention_3"),
+    "flex_attention": Implementation("flex_attention"),
 }
 NEOBERT_ONLY = ("padded", "published")
 

@@ -1,125 +1,190 @@
-"""How speed is measured: calls that are compared take turns, beside a plain matrix product.
+"""Timing of calls that take turns, beside a plain matrix product.
 
-A machine that is shared gets faster and slower. What takes turns in every repeat gets slower
-together, so that the ratio of neighbouring measurements holds; the matrix product says how fast the
-machine was then.
+The speed of a shared machine changes over time. Calls that take turns in every repeat are slowed
+down together, so that ratios between neighboring measurements remain valid. The matrix product
+measures the speed of the machine at that time.
 """
 
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import torch
 from torch.utils import benchmark
 
 
-# Sides of the square matrix product that is taken for the machine's own rate (the fastest counts),
-# and how long it runs before and after every timed call.
+# Sizes N of the square matrix product, of which the fastest is used, and the duration in seconds
+# for which the product runs before and after every timed call.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
-# torch's timer waits for the GPU. "processor" counts the CPU seconds of all threads of this process
-# together: it means something for one thread.
-CLOCKS = {"wall": benchmark.timer, "processor": time.process_time}
+
+Clock = Callable[[], float]
+
+# The timer of torch waits for the GPU. "processor" is the CPU time of all threads of this process,
+# which is meaningful for one thread.
+CLOCKS: dict[str, Clock] = {"wall": benchmark.timer, "processor": time.process_time}
 
 
-def quartiles(values):
-    """First and third quartile; the lowest and the highest of fewer than three values."""
-    return statistics.quantiles(values, n=4)[::2] if len(values) > 2 else [min(values), max(values)]
+class Ratio(TypedDict):
+    """Median and quartiles of a ratio of times, over the repeats."""
+
+    ratio: float
+    quartiles: list[float]
 
 
-def between(pair, form=",.0f"):
-    """A range in words, "1 to 2", both in `form`."""
+class Speed(TypedDict):
+    """Median and quartiles of a speed, over the repeats."""
+
+    median: float
+    quartiles: list[float]
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the first and third quartile, or the range of fewer than three values."""
+    if len(values) > 2:
+        return statistics.quantiles(values, n=4)[::2]
+    return [min(values), max(values)]
+
+
+def between(pair: Sequence[float], form: str = ",.0f") -> str:
+    """Return a range as text, "1 to 2", with both values in the format `form`."""
     return " to ".join(f"{value:{form}}" for value in pair)
 
 
-def ratio(others, mine):
-    """How many times as long the others took: the median over repeats, and its quartiles.
+def ratio(times: Sequence[float], reference_times: Sequence[float]) -> Ratio:
+    """Return how many times longer than the reference a call took.
+
+    The ratio is computed for each repeat, so that changes of the machine's speed cancel.
 
     Args:
-        others, mine: seconds of the same repeats. The ratio is that of neighbours, from which a
-            change of the machine's pace cancels.
+        times: Seconds of every repeat.
+        reference_times: Seconds of the reference in the same repeats.
     """
-    each = [other / own for other, own in zip(others, mine)]
-    return {"ratio": statistics.median(each), "quartiles": quartiles(each)}
+    ratios = [seconds / reference for seconds, reference in zip(times, reference_times)]
+    return {"ratio": statistics.median(ratios), "quartiles": quartiles(ratios)}
 
 
 class MatrixProduct:
-    """The machine's own rate: an n x n by n x n product, n chosen as the fastest of a few.
+    """Square matrix product that measures the speed of the machine.
 
     Args:
-        device, dtype: of the matrices.
-        clock: one of `CLOCKS`.
-        threads: by default those that torch has now.
+        device: Device of the matrices.
+        dtype: Dtype of the matrices.
+        clock: One of `CLOCKS`.
+        threads: Number of CPU threads, by default that of torch.
+
+    Attributes:
+        size: Size N of the matrices, the fastest of `GEMM_SIZES`.
     """
 
-    def __init__(self, device, dtype, clock=CLOCKS["wall"], threads=None):
+    def __init__(
+        self,
+        device: str | torch.device,
+        dtype: torch.dtype,
+        clock: Clock = CLOCKS["wall"],
+        threads: int | None = None,
+    ) -> None:
         products = {}
         for size in GEMM_SIZES[str(device).partition(":")[0]]:
-            left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            left = torch.randn(size, size, device=device).to(dtype)
+            right = torch.randn(size, size, device=device).to(dtype)
             products[size] = benchmark.Timer(
                 "torch.mm(left, right)",
                 globals={"torch": torch, "left": left, "right": right},
                 timer=clock,
                 num_threads=threads or torch.get_num_threads(),
             )
+
         times = {size: timer.timeit(3).median / size**3 for size, timer in products.items()}
-        self.size = min(times, key=times.get)
+        self.size = min(times, key=lambda size: times[size])
         self.timer = products[self.size]
 
-    def __call__(self):
-        """Floating-point operations per second, over at least `GEMM_SECONDS`."""
+    def __call__(self) -> float:
+        """Return floating-point operations per second, over at least `GEMM_SECONDS`."""
         seconds = self.timer.blocked_autorange(min_run_time=GEMM_SECONDS).mean
         return 2 * self.size**3 / seconds
 
 
 @dataclass
 class Timing:
-    """Seconds of every repeat of one call, and the matrix product's rate (FLOP/s) at that time,
-    where there was one."""
+    """Times of one call.
 
-    seconds: list = field(default_factory=list)
-    rates: list = field(default_factory=list)
+    Attributes:
+        seconds: Duration of every repeat.
+        rates: Speed of the matrix product around every repeat in operations per second, empty if it
+            was not measured.
+    """
 
-    def add(self, seconds, rate):
+    seconds: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, rate: float | None) -> None:
+        """Add a repeat."""
         self.seconds.append(seconds)
         if rate is not None:
             self.rates.append(rate)
 
-    def per_second(self, amount):
-        """{"median", "quartiles"} of `amount` (tokens, operations) a second."""
-        speeds = [amount / second for second in self.seconds]
+    def per_second(self, amount: float) -> Speed:
+        """Return the speed for an amount of tokens or operations."""
+        speeds = [amount / seconds for seconds in self.seconds]
         return {"median": statistics.median(speeds), "quartiles": quartiles(speeds)}
 
-    def share(self, operations):
-        """The median share of the matrix product's rate at which `operations` were done."""
+    def share(self, operations: float) -> float:
+        """Return the speed for a number of operations as a fraction of the matrix product's."""
         return statistics.median(
-            operations / second / rate for second, rate in zip(self.seconds, self.rates)
+            operations / seconds / rate for seconds, rate in zip(self.seconds, self.rates)
         )
 
 
-def timed(call, product=None, clock=CLOCKS["wall"]):
-    """(seconds of one call, the matrix product's rate around it or None)."""
+def timed(
+    call: Callable[[], object],
+    product: Callable[[], float] | None = None,
+    clock: Clock = CLOCKS["wall"],
+) -> tuple[float, float | None]:
+    """Time one call.
+
+    Args:
+        call: Function to time.
+        product: Matrix product that is measured before and after the call.
+        clock: One of `CLOCKS`.
+
+    Returns:
+        The seconds of the call, and the mean rate of the matrix product or None.
+    """
     rate_before = product() if product else None
     start = clock()
     call()
     seconds = clock() - start
-    return seconds, (rate_before + product()) / 2 if product else None
+    if product is None or rate_before is None:
+        return seconds, None
+    return seconds, (rate_before + product()) / 2
 
 
-def in_turns(calls, repeats, product=None, clock=CLOCKS["wall"], progress=None):
-    """Times functions without arguments, each once in every repeat.
+def in_turns(
+    calls: Mapping[Any, Callable[[], object]],
+    repeats: int,
+    product: Callable[[], float] | None = None,
+    clock: Clock = CLOCKS["wall"],
+    progress: Callable[[], object] | None = None,
+) -> dict[Any, Timing]:
+    """Time functions, each once per repeat.
 
     Args:
-        calls: {name: function}.
-        product: a `MatrixProduct` measured around every call, or None.
-        progress: called after each.
+        calls: Functions to time, {name: function}.
+        repeats: Number of repeats.
+        product: Matrix product that is measured around every call.
+        clock: One of `CLOCKS`.
+        progress: Function that is called after every call.
+
     Returns:
-        {name: `Timing`}.
+        The times, {name: `Timing`}.
     """
     timings = {name: Timing() for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             timings[name].add(*timed(call, product, clock))
-            if progress:
+            if progress is not None:
                 progress()
     return timings
