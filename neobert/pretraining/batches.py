@@ -1,173 +1,236 @@
-"""Batches for masked-LM training: micro-batch i of a run is a pure function of the data, the seed
-and i.
+"""Micro-batches for masked language modeling.
 
-So a resumed run, another number of loader workers or another number of processes sees the same
-batches with the same masks.
-Shapes: T tokens of a packed batch, N texts in it, B rows, L row length.
+Micro-batch i of a run is a function of the data, the seed and i alone, so a resumed run, and a run
+with another number of loader workers or processes, sees identical batches with identical masks.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..common.packing import pack
+from .masking import TokenMasking
+from .options import BatchArguments
 from .plans import Plan
+from .prepared import TokenizedTexts
 
 
-def text_ends(tokenizer):
-    """Ids of the tokens before and after every text; UserError if the tokenizer has none."""
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    first = tokenizer.bos_token_id if first is None else first
-    last = tokenizer.eos_token_id if last is None else last
+def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the ids of the tokens before and after every text: [CLS] and [SEP], or BOS and EOS.
+
+    Raises:
+        UserError: If the tokenizer has no such tokens.
+    """
+    first = tokenizer.cls_token_id
+    last = tokenizer.sep_token_id
+    if first is None:
+        first = tokenizer.bos_token_id
+    if last is None:
+        last = tokenizer.eos_token_id
     if first is None or last is None:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a text "
-            "([CLS], [SEP])"
+            f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a "
+            "text. Use a tokenizer with [CLS] and [SEP]."
         )
     return first, last
 
 
-def surrounded(body, special):
-    """`body` between the ids of `text_ends`, an int64 array."""
-    return np.concatenate(([special[0]], body, [special[1]])).astype(np.int64)
+def add_boundaries(ids: Sequence[int] | np.ndarray, boundaries: tuple[int, int]) -> np.ndarray:
+    """Return token ids between those of `boundary_tokens`, int64."""
+    return np.concatenate(([boundaries[0]], ids, [boundaries[1]])).astype(np.int64)
 
 
-class Windows:
-    """The training texts of a tokenised set: each text cut to `max_length` tokens, or split into
-    windows of it.
+class TokenWindows:
+    """Windows of at most `max_length` tokens over the texts of a tokenized dataset.
+
+    A text yields a single window, to which it is truncated, or with `long_texts: split` consecutive
+    windows that contain all of its tokens.
 
     Args:
-        texts: `TokenisedTexts`.
-        special: ids before and after every text.
-        spec: `BatchArguments`.
+        texts: Tokenized texts.
+        boundaries: Ids of the tokens before and after every window.
+        spec: Maximum length, and whether long texts are truncated or split.
+
+    Attributes:
+        ends: Number of windows up to the end of each text, (texts,) int64; None if texts are
+            truncated.
     """
 
-    def __init__(self, texts, special, spec):
+    def __init__(
+        self, texts: TokenizedTexts, boundaries: tuple[int, int], spec: BatchArguments
+    ) -> None:
         self.texts = texts
-        self.special = special
-        self.body = spec.max_length - 2
+        self.boundaries = boundaries
+        self.body_length = spec.max_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
-        self.ends = None  # with "split": windows up to each text's end
+        self.ends: np.ndarray | None = None
         if spec.long_texts == "split":
-            self.ends = np.cumsum(
-                np.maximum(1, -(-(texts.lengths - 2) // self.body)), dtype=np.int64
-            )
+            window_counts = np.maximum(1, -(-(texts.lengths - 2) // self.body_length))
+            self.ends = np.cumsum(window_counts, dtype=np.int64)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.texts.lengths) if self.ends is None else int(self.ends[-1])
 
-    def source_ends(self):
-        """The first window behind each weighted source's."""
-        texts = np.cumsum(self.texts.sizes)
-        return texts if self.ends is None else self.ends[texts - 1]
+    def source_ends(self) -> np.ndarray:
+        """Return the number of windows up to the end of each weighted source, (sources,)."""
+        text_counts = np.cumsum(self.texts.sizes)
+        return text_counts if self.ends is None else self.ends[text_counts - 1]
 
-    def _place(self, ids):
-        """(text, first token in it) of each window."""
-        if self.ends is None:
-            return ids, np.zeros(len(ids), dtype=np.int64)
-        text = np.searchsorted(self.ends, ids, side="right")
-        return text, (ids - np.where(text > 0, self.ends[text - 1], 0)) * self.body
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each window, including special tokens.
 
-    def lengths(self, ids):
-        """Tokens of each window, special tokens included."""
-        text, start = self._place(ids)
-        return np.minimum(self.texts.lengths[text] - start, self.body + 2)
+        Args:
+            ids: Numbers of windows, (N,).
+        """
+        texts, starts = self._locate(ids)
+        return np.minimum(self.texts.lengths[texts] - starts, self.body_length + 2)
 
-    def of_texts_from(self, least):
-        """Ids of the windows whose text has at least `least` tokens, uint32."""
+    def of_texts_from(self, min_tokens: int) -> np.ndarray:
+        """Return the ids of the windows whose texts have at least `min_tokens` tokens, uint32."""
         ids = np.arange(len(self), dtype=np.uint32)
-        return ids[self.texts.lengths[self._place(ids)[0]] >= least]
+        texts, _ = self._locate(ids)
+        return ids[self.texts.lengths[texts] >= min_tokens]
 
-    def read(self, ids):
-        """The windows as int64 arrays, special tokens included."""
-        text, starts = self._place(ids)
-        rows = self.rows[text]["input_ids"]
+    def read(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of windows with special tokens, int64.
+
+        Args:
+            ids: Numbers of windows, (N,).
+        """
+        texts, starts = self._locate(ids)
+        rows = self.rows[texts]["input_ids"]
         return [
-            surrounded(row[start : start + self.body], self.special)
+            add_boundaries(row[start : start + self.body_length], self.boundaries)
             for row, start in zip(rows, starts)
         ]
 
-
-def generator_for(seed, i):
-    """The random numbers of micro-batch i."""
-    return torch.Generator().manual_seed(
-        int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0] >> 1)
-    )
+    def _locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the text of each window and the position of its first token in the text, (N,)."""
+        if self.ends is None:
+            return ids, np.zeros(len(ids), dtype=np.int64)
+        texts = np.searchsorted(self.ends, ids, side="right")
+        windows_before = np.where(texts > 0, self.ends[texts - 1], 0)
+        return texts, (ids - windows_before) * self.body_length
 
 
 class MicroBatches(torch.utils.data.Dataset):
-    """All micro-batches of a run, as the model takes them.
+    """Dataset of all micro-batches of a run.
 
     Args:
-        windows: `Windows`.
-        masking: `TokenMasking`.
-        spec: `BatchArguments`.
-        seed: of order, mixture and masks.
-        count: micro-batches of the run; None: every text once, for evaluation.
+        windows: Windows over the texts.
+        masking: Masking of the tokens.
+        spec: Size, layout and mixture of the batches.
+        seed: Random seed of the order, the mixture and the masks.
+        count: Number of micro-batches of the run; None for one epoch without omissions, for
+            evaluation.
+
     Attributes:
-        tokens: of one pass over the data.
+        tokens: Number of tokens of an epoch.
+        source: Part of the mixture of each micro-batch, (count,) uint8; None for a single part.
+        rank: Number of preceding micro-batches of the same part, (count,) int64; None for a single
+            part.
+
     Raises:
-        UserError: a part of the mixture has no text, or all texts together fill no batch.
+        UserError: If a part of the mixture contains no text, or all texts do not fill one batch.
     """
 
-    def __init__(self, windows, masking, spec, seed, count=None):
-        self.windows, self.masking, self.spec = windows, masking, spec
-        self.seed, self.count = seed, count
+    def __init__(
+        self,
+        windows: TokenWindows,
+        masking: TokenMasking,
+        spec: BatchArguments,
+        seed: int,
+        count: int | None = None,
+    ) -> None:
+        self.windows = windows
+        self.masking = masking
+        self.spec = spec
+        self.seed = seed
         self.tokens = int(windows.lengths(np.arange(len(windows))).sum())
         self.plans = [
             Plan(windows, spec, seed, number, whole=count is None)
             for number in range(len(spec.parts))
         ]
-        if count is None:
-            self.count = self.plans[0].batches_of(0)
-        # The part of each batch, and how many batches of that part came before; of a single part
-        # there is nothing to keep.
-        self.source = self.rank = None
+        self.count = self.plans[0].batches_of(0) if count is None else count
+
+        self.source: np.ndarray | None = None
+        self.rank: np.ndarray | None = None
         if len(self.plans) > 1:
-            choices = np.random.default_rng([seed, 20, 40, 40]).random(self.count)
-            shares = np.cumsum([share for _, share in spec.parts])[:-1]
-            self.source = np.searchsorted(shares, choices, side="right").astype(np.uint8)
+            samples = np.random.default_rng([seed, 20, 40, 40]).random(self.count)
+            bounds = np.cumsum([probability for _, probability in spec.parts])[:-1]
+            self.source = np.searchsorted(bounds, samples, side="right").astype(np.uint8)
             self.rank = np.zeros(self.count, dtype=np.int64)
             for number in range(len(self.plans)):
-                mine = self.source == number
-                self.rank[mine] = np.arange(mine.sum())
+                is_part = self.source == number
+                self.rank[is_part] = np.arange(is_part.sum())
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, i):
-        source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        source = 0
+        rank = int(i)
+        if self.source is not None and self.rank is not None:
+            source = self.source[i]
+            rank = int(self.rank[i])
         texts = self.plans[source].batch(rank)
         return masked_batch(texts, self.spec, self.masking, self.seed, int(i), i / self.count)
 
 
-def masked_batch(texts, spec, masking, seed, number, progress):
-    """A micro-batch as the model takes it.
+def masked_batch(
+    texts: Sequence[np.ndarray],
+    spec: BatchArguments,
+    masking: TokenMasking,
+    seed: int,
+    number: int,
+    progress: float,
+) -> dict[str, Any]:
+    """Build a micro-batch from texts, and mask its tokens.
 
     Args:
-        texts: list of int64 arrays; for "packed_without_boundaries" one array of all tokens.
-        spec: `BatchArguments`. masking: `TokenMasking`.
-        seed, number: of the run, and of the micro-batch in it: its masks follow from both.
-        progress: share of the run that came before it, for a mask schedule.
+        texts: Token ids of each text, int64; for "packed_without_boundaries" a single array of all
+            tokens.
+        spec: Layout and maximum length of the batch.
+        masking: Masking of the tokens.
+        seed: Random seed of the run.
+        number: Number of the micro-batch in the run. The masks are a function of `seed` and
+            `number`.
+        progress: Fraction of the run before this micro-batch, for a schedule of the masking.
+
+    Returns:
+        Keyword arguments of the model: those of `pack`, or `input_ids` (B, L); and `labels` of the
+        shape of `input_ids`.
     """
+    batch: dict[str, Any]
     if spec.layout == "packed":
         batch = pack(sorted(texts, key=len))
     else:
-        batch = {
-            "input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.max_length))
-        }
-    batch["input_ids"], batch["labels"] = masking(
-        batch["input_ids"], generator_for(seed, number), progress
-    )
+        row_length = min(len(texts[0]), spec.max_length)
+        batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, row_length)}
+
+    generator = batch_generator(seed, number)
+    batch["input_ids"], batch["labels"] = masking(batch["input_ids"], generator, progress)
     return batch
 
 
-def batch_counts(batch):
-    """What a batch costs, as integers or 0-dimensional tensors: nothing waits for a GPU.
+def batch_generator(seed: int, number: int) -> torch.Generator:
+    """Return the random number generator of a micro-batch."""
+    state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> 1))
+
+
+def batch_counts(batch: dict[str, Any]) -> dict[str, int | torch.Tensor]:
+    """Return the quantities that determine the cost of a batch.
+
+    They are integers or 0-dimensional tensors, so that no GPU has to be waited for.
 
     Returns:
-        dict: tokens, squares (sum over texts of length^2), masked (tokens with a
-        label).
+        Number of tokens as "tokens", sum of the squared sequence lengths as "squares", and number
+        of tokens with a label as "masked".
     """
     masked = (batch["labels"] != -100).sum()
     if "cu_seq_lens_q" in batch:

@@ -29,11 +29,11 @@ from ..common.results import environment, markdown_table, shown
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
 from ..training.run_report import RunReport
-from .batches import MicroBatches, Windows, text_ends
+from .batches import MicroBatches, TokenWindows, boundary_tokens
 from .masking import TokenMasking
 from .model import START, choose_tokenizer, make_model, read_config, weights_folder
 from .options import OPTIONS, BatchArguments, DataArguments, ModelArguments, RunArguments
-from .prepared import TokenisedTexts, load_prepared, prepare, source_digest
+from .prepared import TokenizedTexts, load_prepared, prepare_dataset, source_digest
 from .schedule import adaptation_learning_rate, make_training_arguments, steps_of_epochs
 from .sources import load_rows, parse_sources, shares_of
 from .streaming import StreamedBatches
@@ -217,10 +217,10 @@ def _output(run, tokenizer):
 
 
 def _tokens(run, name, tokenizer, prefix=""):
-    """`TokenisedTexts` of a set in `Given.sets`, which is prepared first when it is not there."""
+    """`TokenizedTexts` of a set in `Given.sets`, which is prepared first when it is not there."""
     folder = run.prepared / f"{prefix}{name}"
     with run.training.main_process_first(desc="tokenising"):
-        summary = prepare(run.sets[name], folder, tokenizer)
+        summary = prepare_dataset(run.sets[name], folder, tokenizer)
     if run.training.process_index == 0:
         print(
             f"{summary['dataset']}: {summary['kept']:,} of {summary['rows']:,} rows have text, "
@@ -233,7 +233,7 @@ def _tokens(run, name, tokenizer, prefix=""):
 def _micro_batches(tokens, tokenizer, masking, spec, seed, name, count=None):
     """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
     to mask."""
-    windows = Windows(tokens, text_ends(tokenizer), spec)
+    windows = TokenWindows(tokens, boundary_tokens(tokenizer), spec)
     batches = MicroBatches(windows, masking, spec, seed, count)
     looked = len(batches) if count is None else min(count, 100)
     if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
@@ -268,7 +268,7 @@ def training_batches(run, tokenizer):
     sources, weights = run.sources, shares_of(run.sources)
     if not run.streams:
         tokens = [_tokens(run, name, tokenizer) for name in run.sets if name.startswith("train")]
-        tokens = TokenisedTexts.joined(tokens, weights) if weights else tokens[0]
+        tokens = TokenizedTexts.concatenate(tokens, weights) if weights else tokens[0]
         name = run.data.dataset
         return _micro_batches(tokens, tokenizer, masking, batch, seed, name, count)
     rows = [load_rows([source]) for source in sources] if weights else [load_rows(sources)]

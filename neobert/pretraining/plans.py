@@ -15,7 +15,7 @@ class Plan:
     """Batches of one part of the mixture.
 
     Args:
-        windows: `Windows`.
+        windows: `TokenWindows`.
         spec: `BatchArguments`.
         seed, number: of the run, and of the part.
         whole: one pass that leaves nothing out, for evaluation.

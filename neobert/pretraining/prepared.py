@@ -1,36 +1,46 @@
-"""Prepared sets: text tokenised once into an Arrow file that is memory-mapped.
+"""Prepared datasets: texts that were tokenized once into a memory-mapped Arrow file.
 
-A prepared set is a folder: `texts.arrow` (column input_ids, without special tokens, never cut) and
-`prepared.json` (source, tokenizer, counts). It appears complete, or not at all.
+A prepared dataset is a directory with `texts.arrow` (column input_ids: token ids without special
+tokens, never truncated) and `prepared.json` (source, tokenizer and counts). The directory appears
+complete or not at all.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.compute
 from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder
 from ..common.output import differences
-from .sources import load_rows, shares_of, source_key
+from .sources import Source, load_rows, shares_of, source_key
 
 
+# Number of rows that are tokenized together.
 ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
-class TokenisedTexts:
-    """Tokenised texts: `rows` is a `datasets.Dataset` with input_ids, `lengths` (texts,) int32
-    counts the two special tokens too. Of weighted sources, one after another, `sizes` are the
-    numbers of their texts and `shares` their weights, which sum to 1."""
+class TokenizedTexts:
+    """Tokenized texts of one dataset, or of several weighted sources one after another.
+
+    Attributes:
+        rows: Dataset with the column input_ids, without special tokens.
+        lengths: Number of tokens of each text including the two special tokens, (texts,) int32.
+        sizes: Number of texts of each weighted source, (sources,); empty for a single dataset.
+        shares: Sampling weights of the sources, which sum to 1; empty for a single dataset.
+    """
 
     rows: Dataset
     lengths: np.ndarray
@@ -38,26 +48,103 @@ class TokenisedTexts:
     shares: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, rows):
-        """The texts of one set."""
+    def from_dataset(cls, rows: Dataset) -> "TokenizedTexts":
+        """Return the texts of a dataset with the column input_ids."""
         lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids"))
         return cls(rows, lengths.to_numpy() + np.int32(2))
 
     @classmethod
-    def joined(cls, tokens, shares):
-        """Several as one of weighted sources, with these shares."""
+    def concatenate(
+        cls, sources: Sequence["TokenizedTexts"], shares: Sequence[float]
+    ) -> "TokenizedTexts":
+        """Concatenate tokenized sources, to be sampled with these weights."""
         return cls(
-            concatenate_datasets([each.rows for each in tokens]),
-            np.concatenate([each.lengths for each in tokens]),
-            tuple(len(each.lengths) for each in tokens),
-            tuple(shares),
+            rows=concatenate_datasets([source.rows for source in sources]),
+            lengths=np.concatenate([source.lengths for source in sources]),
+            sizes=tuple(len(source.lengths) for source in sources),
+            shares=tuple(shares),
         )
 
 
-def token_ids(tokenizer, texts):
-    """Ids of each text, lists without special tokens and never cut."""
+def prepare_dataset(
+    sources: Sequence[Source], path: str | Path, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Tokenize sources into a prepared dataset, unless it exists.
+
+    Args:
+        sources: Sources of the texts.
+        path: Directory of the prepared dataset.
+        tokenizer: Fast tokenizer.
+
+    Returns:
+        Content of prepared.json.
+
+    Raises:
+        UserError: If the directory contains a dataset of another source or other files, another
+            process is preparing it, or no row contains text.
+    """
+    path = Path(path)
+    key = redacted(_dataset_key(sources, tokenizer))
+    if (path / "prepared.json").is_file():
+        summary = read_json(path / "prepared.json")
+        if changes := differences({name: summary.get(name) for name in key}, key):
+            raise UserError(
+                f"{path} was prepared with other settings ({changes}). Choose another `--prepared`."
+            )
+        return summary
+
+    id_type = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
+    schema = pyarrow.schema({"input_ids": pyarrow.list_(id_type)})
+    row_count = 0
+    text_count = 0
+    token_count = 0
+
+    # The tokenizers library warns if a process forks after it has used several threads, so they are
+    # enabled for the time of this loop alone.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    with (
+        new_folder(path) as folder,
+        tqdm(desc=f"tokenizing {key['dataset']}", unit=" rows") as progress,
+        pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
+    ):
+        for batch in load_rows(sources).iter(ROWS_AT_ONCE):
+            ids = [row for row in token_ids(tokenizer, filter(None, batch["text"])) if row]
+            column = pyarrow.array(ids, schema.types[0])
+            writer.write(pyarrow.record_batch([column], schema=schema))
+
+            row_count += len(batch["text"])
+            text_count += len(ids)
+            token_count += sum(map(len, ids))
+            progress.update(len(batch["text"]))
+
+        if not text_count:
+            raise UserError(
+                f"none of the {row_count} rows of the dataset {key['dataset']} contains text in "
+                f"the column {sources[0].column!r}. Name the column with `--column`."
+            )
+        summary = {
+            **key,
+            "rows": row_count,
+            "kept": text_count,
+            "tokens": token_count + 2 * text_count,
+        }
+        write_json(folder / "prepared.json", summary)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return summary
+
+
+def load_prepared(path: str | Path) -> TokenizedTexts:
+    """Return the texts of a prepared dataset, memory-mapped."""
+    return TokenizedTexts.from_dataset(Dataset.from_file(str(Path(path) / "texts.arrow")))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:
+    """Return the token ids of each text, without special tokens and never truncated."""
+    texts = list(texts)
+    if not texts:
+        return []
     return tokenizer(
-        list(texts),
+        texts,
         add_special_tokens=False,
         truncation=False,
         return_attention_mask=False,
@@ -66,74 +153,37 @@ def token_ids(tokenizer, texts):
     )["input_ids"]
 
 
-def tokenizer_fingerprint(tokenizer):
-    """Short hash of a tokenizer: its vocabulary and how it tokenises a probe sentence."""
-    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
+# ------------------------------------------------------------------------------------------------
+# identity
 
 
-def _key(sources, tokenizer):
-    return {
-        **source_key(sources),
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "vocab_size": len(tokenizer),
-    }
+def source_digest(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a line that identifies tokenized sources.
 
-
-def source_digest(sources, tokenizer):
-    """One line that tells sources apart: names without folders, and a hash of the files' content,
-    subset, split, column, tokenizer and shares."""
-    key = _key(sources, tokenizer)
+    The line contains the names without directories, and a digest of the content of the files,
+    subsets, splits, columns, the tokenizer and the sampling weights.
+    """
+    key = _dataset_key(sources, tokenizer)
     shares = [f"{share:.6g}" for share in shares_of(sources)]
     digest = hashlib.sha1(json.dumps([key, shares], sort_keys=True).encode()).hexdigest()[:12]
     return f"{key['dataset']} ({digest})"
 
 
-def prepare(sources, out, tokenizer):
-    """Tokenises sources into a prepared set at `out`; nothing to do when it is there already.
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hex digits that identify a tokenizer.
 
-    Args:
-        sources: tuple of `Source`.
-    Returns:
-        the contents of prepared.json.
-    Raises:
-        UserError: `out` holds another source's set or other files, another process prepares it, or
-            no row has text.
+    They are a digest of the vocabulary and of the tokens of a probe sentence, which depend on the
+    normalization.
     """
-    out, key = Path(out), redacted(_key(sources, tokenizer))
-    if (out / "prepared.json").is_file():
-        summary = read_json(out / "prepared.json")
-        if other := differences({name: summary.get(name) for name in key}, key):
-            raise UserError(f"{out} was prepared otherwise ({other}); choose another --prepared")
-        return summary
-    number = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
-    schema = pyarrow.schema({"input_ids": pyarrow.list_(number)})
-    tokens = kept = rows = 0
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # until something may fork again
-    with (
-        new_folder(out) as folder,
-        tqdm(desc=f"tokenising {key['dataset']}", unit=" rows") as bar,
-        pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
-    ):
-        for batch in load_rows(sources).iter(ROWS_AT_ONCE):
-            texts = [text for text in batch["text"] if text]
-            ids = [row for row in token_ids(tokenizer, texts) if row] if texts else []
-            writer.write(pyarrow.record_batch([pyarrow.array(ids, schema.types[0])], schema=schema))
-            tokens, kept = tokens + sum(map(len, ids)), kept + len(ids)
-            rows += len(batch["text"])
-            bar.update(len(batch["text"]))
-        if not kept:
-            raise UserError(
-                f"dataset {key['dataset']}: none of its {rows} rows has text in column "
-                f"{sources[0].column!r}"
-            )
-        summary = {**key, "rows": rows, "kept": kept, "tokens": tokens + 2 * kept}
-        write_json(folder / "prepared.json", summary)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return summary
+    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
 
 
-def load_prepared(folder):
-    """`TokenisedTexts` of a prepared set, memory-mapped."""
-    return TokenisedTexts.of(Dataset.from_file(str(Path(folder) / "texts.arrow")))
+def _dataset_key(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the settings in prepared.json that identify a prepared dataset."""
+    return {
+        **source_key(sources),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "vocab_size": len(tokenizer),
+    }

@@ -1,233 +1,437 @@
-"""Micro-batches straight from a stream of rows: tokenised while training, by several workers, and
-resumed exactly.
+"""Micro-batches from a stream of rows, tokenized during training by several workers.
 
-The readers of a run are the loader workers of all its processes. The files of a source are divided
-among them; where there are fewer files than readers, the rows are. `datasets` reads, and says where
-it is: that state travels with every batch, a checkpoint keeps it, and a resumed run goes on there.
+The readers of a run are the loader workers of all its processes. The files of a source are
+distributed over the readers; if there are fewer files than readers, the rows are.
+
+`datasets` tracks its read position. Each batch carries that state, checkpoints store it, and a
+resumed run continues from it with identical batches.
 """
 
 import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
-from datasets import Features, List, Value
+from datasets import Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from .batches import masked_batch, surrounded, text_ends
+from .batches import add_boundaries, boundary_tokens, masked_batch
+from .masking import TokenMasking
+from .options import BatchArguments
 from .prepared import token_ids
 
 
-ROWS_AT_ONCE = 64  # that are tokenised together
+# Number of rows that are tokenized together.
+ROWS_AT_ONCE = 64
+
+# Key of the state of a worker in its batches.
 STATE = "stream_state"
+
+# A reader gives up if this number of complete epochs over a source yields no text.
+MAX_EMPTY_EPOCHS = 2
+
+
+class ReaderState(TypedDict):
+    """State of a `TextReader` in JSON types; lists contain one item per source.
+
+    Attributes:
+        drawn: Number of texts that were sampled.
+        pending: Tokens of the text that comes next, or None.
+        passes: Number of complete epochs.
+        files: Number of files that were read in the current epoch.
+        places: Position of `datasets` in the open file, or None if no file is open.
+    """
+
+    drawn: int
+    pending: list[int] | None
+    passes: list[int]
+    files: list[int]
+    places: list[dict[str, Any] | None]
+
+
+class WorkerState(TypedDict):
+    """State of a loader worker in JSON types.
+
+    Attributes:
+        worker: Number of the worker.
+        batch: Number of its next micro-batch, among those of its process.
+        parts: State of the reader of each part of the mixture.
+    """
+
+    worker: int
+    batch: int
+    parts: list[ReaderState]
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
-    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the
-    numbers of processes and workers, and i alone.
+    """Endless stream of the micro-batches of one process.
+
+    Micro-batch i is a function of the data, the seed, the number of processes, the number of
+    workers, and i. The masks and the mixture of the i-th micro-batch of a process are those of
+    micro-batch i * world_size + rank of the run.
 
     Args:
-        rows: list of `datasets.IterableDataset` with the column "text", one a source.
-        shares: of the texts, of weighted sources that sum to 1; [] of others.
-        tokenizer, masking, spec: a fast tokenizer, `TokenMasking`, `BatchArguments`.
-        seed: of order, mixture and masks.
-        count: micro-batches of the run in all processes, for a mask schedule.
-        rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
-            run's (i * world_size + rank)-th.
-        workers: of the DataLoader; 0: it reads in the process itself.
+        rows: Datasets with the column "text", one per source.
+        shares: Sampling weights of the sources, which sum to 1; empty for a single source.
+        tokenizer: Fast tokenizer.
+        masking: Masking of the tokens.
+        spec: Size and layout of the batches.
+        seed: Random seed of the order, the mixture and the masks.
+        count: Number of micro-batches of the run in all processes, for a schedule of the masking.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        workers: Number of workers of the DataLoader; with 0 the process itself reads.
     """
 
     def __init__(
-        self, rows, shares, tokenizer, masking, spec, seed, count, rank=0, world_size=1, workers=0
-    ):
-        self.rows, self.shares, self.masking = rows, shares or [1.0], masking
-        self.tokenizer, self.special = tokenizer, text_ends(tokenizer)
-        self.spec, self.seed, self.count = spec, seed, count
-        self.rank, self.world_size, self.workers = rank, world_size, max(1, workers)
-        self.mixture = np.cumsum([share for _, share in spec.parts])[:-1]
-        self.start, self.saved = 0, {}
+        self,
+        rows: Sequence[IterableDataset],
+        shares: Sequence[float],
+        tokenizer: PreTrainedTokenizerBase,
+        masking: TokenMasking,
+        spec: BatchArguments,
+        seed: int,
+        count: int,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+    ) -> None:
+        self.rows = rows
+        self.shares = shares or [1.0]
+        self.tokenizer = tokenizer
+        self.boundaries = boundary_tokens(tokenizer)
+        self.masking = masking
+        self.spec = spec
+        self.seed = seed
+        self.count = count
+        self.rank = rank
+        self.world_size = world_size
+        self.workers = max(1, workers)
+        self.mixture = np.cumsum([probability for _, probability in spec.parts])[:-1]
+        self.start = 0
+        self.saved: dict[int, WorkerState] = {}
 
-    def load_state(self, states, consumed):
+    def load_state(
+        self, states: Mapping[int, WorkerState] | Mapping[str, WorkerState], consumed: int
+    ) -> None:
         """Continue with micro-batch `consumed` of this process.
 
         Args:
-            states: {worker: state}, each of the worker's last batch before `consumed`.
+            states: State of each worker in its last batch before `consumed`, {worker: state}.
+            consumed: Number of micro-batches of this process that were used for training.
         """
-        self.start, self.saved = consumed, {int(worker): state for worker, state in states.items()}
+        self.start = consumed
+        self.saved = {int(worker): state for worker, state in states.items()}
 
-    def passes(self, states):
-        """Complete passes over the data of this process, a mean over its workers and weighted
-        sources, by the newest state of each worker."""
-        parts = [part["passes"] for state in states for part in state["parts"]]
-        return sum(np.dot(self.shares, passes) for passes in parts) / max(1, len(states))
+    def epochs(self, states: Collection[WorkerState]) -> float:
+        """Return the number of complete epochs of this process.
 
-    def __iter__(self):
-        """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in
-        which a DataLoader asks its workers."""
+        Args:
+            states: Newest state of each worker.
+
+        Returns:
+            Mean over the workers, and over the sources with their sampling weights.
+        """
+        parts = [part for state in states for part in state["parts"]]
+        return sum(np.dot(self.shares, part["passes"]) for part in parts) / max(1, len(states))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the micro-batches of the current worker.
+
+        Worker w computes micro-batches w, w + workers, w + 2 * workers, ... of this process, in the
+        order in which a DataLoader requests them.
+        """
+        # The DataLoader starts with its first worker, whichever worker the first batch belongs to.
         info = torch.utils.data.get_worker_info()
-        # The DataLoader begins with its first worker, whichever the first batch belongs to.
-        return self.batches_of((self.start + (info.id if info else 0)) % self.workers)
+        loader_worker = 0 if info is None else info.id
+        return self.worker_batches((self.start + loader_worker) % self.workers)
 
-    def batches_of(self, worker):
-        """Endless micro-batches of one worker, from the process's batch `start` on."""
-        reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
-        parts = [self._texts(number, reader, readers) for number in range(len(self.spec.parts))]
+    def worker_batches(self, worker: int) -> Iterator[dict[str, Any]]:
+        """Yield the micro-batches of one worker, starting after those that were consumed."""
+        readers = [self.text_reader(part, worker) for part in range(len(self.spec.parts))]
         i = worker
         if worker in self.saved:
             i = self.saved[worker]["batch"]
-            for part, state in zip(parts, self.saved[worker]["parts"]):
-                part.load_state(state)
+            for reader, state in zip(readers, self.saved[worker]["parts"]):
+                reader.load_state(state)
+
         while True:
+            # Number of the micro-batch among those of all processes.
             number = i * self.world_size + self.rank
-            draw = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
-            part = parts[int(np.searchsorted(self.mixture, draw, side="right"))]
-            texts = texts_of_batch(part, self.spec)
+            sample = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
+            reader = readers[int(np.searchsorted(self.mixture, sample, side="right"))]
+            texts = next_texts(reader, self.spec)
             batch = masked_batch(
                 texts, self.spec, self.masking, self.seed, number, number / self.count
             )
+
             i += self.workers
-            states = [part.state() for part in parts]
+            states = [reader.state() for reader in readers]
             batch[STATE] = json.dumps({"worker": worker, "batch": i, "parts": states})
             yield batch
 
-    def _texts(self, number, reader, readers):
-        """`Texts` of one part of the mixture for one reader; each part reads its share of the
-        stream on its own."""
-        windows = _Windows(self.tokenizer, self.special, self.spec, self.spec.parts[number][0])
-        return Texts(self.rows, self.shares, windows, (self.seed, number), reader, readers)
+    def text_reader(self, part: int, worker: int) -> "TextReader":
+        """Return the reader of a worker for one part of the mixture.
+
+        Each part of the mixture reads the stream separately.
+        """
+        min_tokens = self.spec.parts[part][0]
+        splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.spec, min_tokens)
+        reader = worker * self.world_size + self.rank
+        reader_count = self.workers * self.world_size
+        sources = [
+            SourceReader(rows, splitter, (self.seed, part, source), reader, reader_count)
+            for source, rows in enumerate(self.rows)
+        ]
+        return TextReader(sources, self.shares, (self.seed, part, reader), min_tokens)
 
 
-class _Windows:
-    """Batched `map` function: rows of text to windows of `max_length` tokens, special tokens
-    included, of the texts of at least `least` tokens."""
+def next_texts(reader: "TextReader", spec: BatchArguments) -> list[np.ndarray]:
+    """Read the texts of one micro-batch.
 
-    def __init__(self, tokenizer, special, spec, least):
-        self.tokenizer, self.special, self.least = tokenizer, special, least
-        self.body, self.split = spec.max_length - 2, spec.long_texts == "split"
-
-    def __call__(self, batch):
-        windows = []
-        for ids in token_ids(self.tokenizer, [text or "" for text in batch["text"]]):
-            if ids and len(ids) + 2 >= self.least:
-                starts = range(0, len(ids), self.body) if self.split else (0,)
-                windows += [
-                    surrounded(ids[start : start + self.body], self.special) for start in starts
-                ]
-        return {"input_ids": windows}
-
-
-def texts_of_batch(part, spec):
-    """Texts of one batch, int64 arrays; without boundaries one array of all tokens."""
+    Returns:
+        Token ids of each text, int64; for "packed_without_boundaries" a single array of all tokens.
+    """
     if spec.texts_per_batch is not None:
-        return [part.next() for _ in range(spec.texts_per_batch)]
-    texts, total = [], 0
+        return [reader.next() for _ in range(spec.texts_per_batch)]
+
+    texts: list[np.ndarray] = []
+    total = 0
     if spec.layout == "packed":
-        while total + len(text := part.next()) <= spec.tokens_per_batch:
+        # The text that exceeds the budget is the first one of the next batch.
+        while total + len(text := reader.next()) <= spec.tokens_per_batch:
             texts.append(text)
             total += len(text)
-        part.pending = text
+        reader.pending = text
         return texts
+
+    # The last text is cut at the end of the batch, and the next batch starts with the remainder.
     while total < spec.tokens_per_batch:
-        texts.append(part.next())
+        texts.append(reader.next())
         total += len(texts[-1])
     if total > spec.tokens_per_batch:
-        part.pending = texts[-1][spec.tokens_per_batch - total :]
+        reader.pending = texts[-1][spec.tokens_per_batch - total :]
     return [np.concatenate(texts)[: spec.tokens_per_batch]]
 
 
-class Texts:
-    """Endless texts of one reader. The next one is of a source that is drawn with its share as
-    probability; draw k is a function of the seed and k. The files of a source come in another order
-    in every pass.
+class TextReader:
+    """Endless texts of one reader from weighted sources.
+
+    The source of the k-th text is sampled by a function of the seed and k.
 
     Args:
-        rows: list of `datasets.IterableDataset` with the column "text", one a source.
-        shares: of each, that sum to 1.
-        windows: `_Windows`.
-        seed: tuple of integers, the same for all readers.
-        reader, readers: this reader's number among all.
+        sources: Reader of each source.
+        shares: Sampling weights of the sources, which sum to 1.
+        seed: Random seed, which differs between readers.
+        min_tokens: Minimum number of tokens of a text, for the error message.
+
     Attributes:
-        passes: over each source, that are complete.
-        pending: a text, or the rest of one, that was given back: `next` returns it first.
+        sampled: Number of texts that were sampled.
+        pending: Text, or remainder of a text, that `next` returns first, or None.
     """
 
-    def __init__(self, rows, shares, windows, seed, reader, readers):
-        self.sources, self.windows, self.seed = rows, windows, seed
-        self.reader, self.readers = reader, readers
+    def __init__(
+        self,
+        sources: Sequence["SourceReader"],
+        shares: Sequence[float],
+        seed: tuple[int, ...],
+        min_tokens: int,
+    ) -> None:
+        self.sources = sources
         self.bounds = np.cumsum(shares)[:-1]
-        self.drawn, self.pending = 0, None
-        self.passes, self.files = [0] * len(rows), [0] * len(rows)  # files of the pass
-        self.open, self.iterators = [None] * len(rows), [None] * len(rows)
-        self.places = [None] * len(rows)  # where an open file goes on, until its first row
+        self.seed = seed
+        self.min_tokens = min_tokens
+        self.sampled = 0
+        self.pending: np.ndarray | None = None
 
-    def next(self):
-        """The next text, special tokens included."""
+    def next(self) -> np.ndarray:
+        """Return the token ids of the next text with special tokens, int64.
+
+        Raises:
+            UserError: If the sampled source contains no text that is long enough.
+        """
         if self.pending is not None:
-            text, self.pending = self.pending, None
+            text = self.pending
+            self.pending = None
             return text
-        draw = np.random.default_rng([*self.seed, self.reader, self.drawn]).random()
-        self.drawn += 1
-        source = int(np.searchsorted(self.bounds, draw, side="right"))
-        first_pass = self.passes[source]
-        while self.passes[source] < first_pass + 3:  # the rest of this pass, and complete ones
-            if self.iterators[source] is None:
-                self._open(source)
-            for row in self.iterators[source]:
-                self.places[source] = None
+
+        sample = np.random.default_rng([*self.seed, self.sampled]).random()
+        self.sampled += 1
+        source = self.sources[int(np.searchsorted(self.bounds, sample, side="right"))]
+        next_text = source.next()
+        if next_text is None:
+            raise UserError(
+                "every reader of a stream needs a text of at least "
+                f"{max(self.min_tokens, 1)} tokens, and one has none. Use fewer processes and "
+                "workers, or prepare the dataset with `--prepare`."
+            )
+        return next_text
+
+    def state(self) -> ReaderState:
+        """Return the position in all sources in JSON types."""
+        return {
+            "drawn": self.sampled,
+            "pending": None if self.pending is None else self.pending.tolist(),
+            "passes": [source.epoch for source in self.sources],
+            "files": [source.file for source in self.sources],
+            "places": [source.position() for source in self.sources],
+        }
+
+    def load_state(self, state: ReaderState) -> None:
+        """Continue from the result of `state`."""
+        self.sampled = state["drawn"]
+        if state["pending"] is not None:
+            self.pending = np.array(state["pending"], dtype=np.int64)
+        positions = zip(state["passes"], state["files"], state["places"])
+        for source, (epoch, file, position) in zip(self.sources, positions):
+            source.seek(epoch, file, position)
+
+
+class SourceReader:
+    """Endless texts of one reader from one source.
+
+    The reader has files of its own, in a different order in each epoch. If there are fewer files
+    than readers, all readers read all files and share their rows.
+
+    Args:
+        rows: Dataset with the column "text"; its shards are the files.
+        splitter: `map` function that converts rows of text to token ids.
+        seed: Random seed, the same for all readers.
+        reader: Number of this reader.
+        reader_count: Number of readers.
+
+    Attributes:
+        epoch: Number of complete epochs.
+        file: Number of files that were read in the current epoch.
+    """
+
+    def __init__(
+        self,
+        rows: IterableDataset,
+        splitter: "_WindowSplitter",
+        seed: tuple[int, ...],
+        reader: int,
+        reader_count: int,
+    ) -> None:
+        self.rows = rows
+        self.splitter = splitter
+        self.seed = seed
+        self.reader = reader
+        self.reader_count = reader_count
+        self.epoch = 0
+        self.file = 0
+        self._texts: IterableDataset | None = None
+        self._iterator: Iterator[dict[str, list[list[int]]]] | None = None
+        self._resumed_position: dict[str, Any] | None = None
+
+    def next(self) -> np.ndarray | None:
+        """Return the token ids of the next text, int64, or None if there is no text to be read."""
+        last_epoch = self.epoch + MAX_EMPTY_EPOCHS
+        while self.epoch <= last_epoch:
+            if self._iterator is None:
+                self._iterator = self._open()
+            row = next(self._iterator, None)
+            if row is not None:
+                self._resumed_position = None
                 return np.array(row["input_ids"][0], dtype=np.int64)
-            self.open[source] = self.iterators[source] = self.places[source] = None
-            self.files[source] += 1
-            if self.files[source] == len(self._order(source)):
-                self.passes[source], self.files[source] = self.passes[source] + 1, 0
-        raise UserError(
-            f"a reader of the stream has no text of at least {max(self.windows.least, 1)} tokens; "
-            "give fewer processes and workers, or prepare the set"
-        )
+            self._close()
+        return None
 
-    def _order(self, source):
-        """This reader's files in the order of this pass: where there are enough, each is of one
-        reader; else of all, who share its rows."""
-        count = self.sources[source].num_shards
-        order = np.random.default_rng([*self.seed, source, self.passes[source]]).permutation(count)
-        return order[self.reader :: self.readers] if count >= self.readers else order
+    def position(self) -> dict[str, Any] | None:
+        """Return the position of `datasets` in the open file, or None if no file is open."""
+        # Until the first row of a resumed file, `datasets` reports the start of the file.
+        if self._resumed_position is not None or self._texts is None:
+            return self._resumed_position
+        return self._texts.state_dict()
 
-    def _open(self, source, place=None):
-        """Begins a file, or goes on in it."""
-        rows, number = self.sources[source], int(self._order(source)[self.files[source]])
-        file = rows.shard(rows.num_shards, number)
-        if rows.num_shards < self.readers:
-            file = file.filter(lambda row, i: i % self.readers == self.reader, with_indices=True)
-        self.open[source] = file.map(
-            self.windows,
+    def seek(self, epoch: int, file: int, position: dict[str, Any] | None) -> None:
+        """Continue from a position.
+
+        Args:
+            epoch: Number of complete epochs.
+            file: Number of files that were read in this epoch.
+            position: Result of `position`.
+        """
+        self.epoch = epoch
+        self.file = file
+        if position is not None:
+            self._iterator = self._open(position)
+
+    def _open(self, position: dict[str, Any] | None = None) -> Iterator[dict[str, list[list[int]]]]:
+        """Open the current file, from its start or from a position, and return its rows."""
+        rows = self.rows.shard(self.rows.num_shards, int(self._file_order()[self.file]))
+        if self.rows.num_shards < self.reader_count:
+            rows = rows.filter(self._is_row_of_reader, with_indices=True)
+        self._texts = rows.map(
+            self.splitter,
             batched=True,
             batch_size=ROWS_AT_ONCE,
             remove_columns=["text"],
             features=Features({"input_ids": List(Value("int32"))}),
         )
-        if place is not None:
-            self.open[source].load_state_dict(place)
-            self.places[source] = place
-        # Of more than one row at once the state would be that behind them.
-        self.iterators[source] = self.open[source].iter(batch_size=1)
+        if position is not None:
+            self._texts.load_state_dict(position)
+            self._resumed_position = position
+        # Read one row at a time: the state of a larger batch would point past rows that are not
+        # used yet.
+        return self._texts.iter(batch_size=1)
 
-    def state(self):
-        """Where the reader is, in types of JSON."""
-        return {
-            "drawn": self.drawn,
-            "pending": None if self.pending is None else self.pending.tolist(),
-            "passes": list(self.passes),
-            "files": list(self.files),
-            # Until its first row `datasets` says that a file begins at its start.
-            "places": [
-                rows.state_dict() if rows is not None and place is None else place
-                for rows, place in zip(self.open, self.places)
-            ],
-        }
+    def _close(self) -> None:
+        """Close the current file, which has been read, and proceed to the next one."""
+        self._texts = None
+        self._iterator = None
+        self._resumed_position = None
+        self.file += 1
+        if self.file == len(self._file_order()):
+            self.epoch += 1
+            self.file = 0
 
-    def load_state(self, state):
-        """Goes on from a `state`."""
-        self.drawn, self.passes, self.files = state["drawn"], state["passes"], state["files"]
-        if state["pending"] is not None:
-            self.pending = np.array(state["pending"], dtype=np.int64)
-        for source, place in enumerate(state["places"]):
-            if place is not None:
-                self._open(source, place)
+    def _file_order(self) -> np.ndarray:
+        """Return the numbers of this reader's files in the order of the current epoch."""
+        count = self.rows.num_shards
+        order = np.random.default_rng([*self.seed, self.epoch]).permutation(count)
+        return order[self.reader :: self.reader_count] if count >= self.reader_count else order
+
+    def _is_row_of_reader(self, row: dict[str, Any], number: int) -> bool:
+        return number % self.reader_count == self.reader
+
+
+class _WindowSplitter:
+    """Batched `map` function that converts rows of text to windows of token ids.
+
+    Windows contain the special tokens, and at most `max_length` tokens.
+
+    Args:
+        tokenizer: Fast tokenizer.
+        boundaries: Ids of the tokens before and after every text.
+        spec: Maximum length, and whether long texts are truncated or split.
+        min_tokens: Minimum number of tokens of a text, including special tokens. Shorter texts are
+            omitted.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        boundaries: tuple[int, int],
+        spec: BatchArguments,
+        min_tokens: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.boundaries = boundaries
+        self.min_tokens = min_tokens
+        self.body_length = spec.max_length - 2
+        self.split = spec.long_texts == "split"
+
+    def __call__(self, rows: dict[str, list[str | None]]) -> dict[str, list[np.ndarray]]:
+        windows = []
+        for ids in token_ids(self.tokenizer, [text or "" for text in rows["text"]]):
+            if not ids or len(ids) + 2 < self.min_tokens:
+                continue
+            starts = range(0, len(ids), self.body_length) if self.split else (0,)
+            for start in starts:
+                windows.append(
+                    add_boundaries(ids[start : start + self.body_length], self.boundaries)
+                )
+        return {"input_ids": windows}

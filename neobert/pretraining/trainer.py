@@ -148,7 +148,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
             self._counts.clear()
             is_stream = isinstance(self.train_dataset, IterableDataset)
             if is_stream:
-                passes = self.train_dataset.passes(self._stream.values())
+                passes = self.train_dataset.epochs(self._stream.values())
                 counts["passes"] = passes / self.args.world_size
             if self.args.world_size > 1:
                 values = torch.tensor([*counts.values()], dtype=torch.float64)

@@ -26,13 +26,13 @@ def make_texts(count, longest=20):
 
 
 def prepare(source, out, tokenizer, column="text", **more):
-    return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
+    return prepared.prepare_dataset(parse_sources(source, column=column), out, tokenizer, **more)
 
 
 def tokenise_texts(texts, tokenizer):
-    """`TokenisedTexts` in memory, of a list of texts."""
+    """`TokenizedTexts` in memory, of a list of texts."""
     rows = prepared.token_ids(tokenizer, texts)
-    return prepared.TokenisedTexts.of(Dataset.from_dict({"input_ids": rows}))
+    return prepared.TokenizedTexts.from_dataset(Dataset.from_dict({"input_ids": rows}))
 
 
 def rows_of(dataset, **more):

@@ -8,37 +8,37 @@ from datasets import Dataset
 from helpers.data_runs import make_tokenizer, texts_of_batch  # noqa: F401
 
 from neobert.common.errors import UserError
-from neobert.pretraining.batches import MicroBatches, Windows, batch_counts, generator_for
+from neobert.pretraining.batches import MicroBatches, TokenWindows, batch_counts, batch_generator
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchArguments
-from neobert.pretraining.prepared import TokenisedTexts
+from neobert.pretraining.prepared import TokenizedTexts
 
 
 def _tokens(lengths):
     """A tokenised set whose text i has `lengths[i]` tokens with the special ones; its tokens tell
     i."""
     rows = Dataset.from_dict({"input_ids": [[2000 + i] * (n - 2) for i, n in enumerate(lengths)]})
-    return TokenisedTexts(rows, np.array(lengths, dtype=np.int32))
+    return TokenizedTexts(rows, np.array(lengths, dtype=np.int32))
 
 
 def _batches(lengths, tokenizer, count=None, seed=0, **spec):
     spec = BatchArguments(**spec)
-    windows = Windows(_tokens(lengths), (101, 102), spec)
+    windows = TokenWindows(_tokens(lengths), (101, 102), spec)
     return MicroBatches(windows, TokenMasking(tokenizer), spec, seed, count)
 
 
 def test_long_texts_are_cut_or_split():
-    tokens = TokenisedTexts(
+    tokens = TokenizedTexts(
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
     )
-    cut = Windows(tokens, (1, 2), BatchArguments(tokens_per_batch=64, max_length=6))
+    cut = TokenWindows(tokens, (1, 2), BatchArguments(tokens_per_batch=64, max_length=6))
     assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [
         [1, 10, 11, 12, 13, 2],
         [1, 30, 2],
     ]
     spec = BatchArguments(tokens_per_batch=64, max_length=6, long_texts="split")
-    split = Windows(tokens, (1, 2), spec)
+    split = TokenWindows(tokens, (1, 2), spec)
     everything = np.arange(len(split))
     assert [row.tolist() for row in split.read(everything)] == [
         [1, 10, 11, 12, 13, 2],
@@ -189,7 +189,7 @@ def test_impossible_batches_are_named(settings, words):
 
 
 def test_every_batch_has_draws_of_its_own():
-    draws = {tuple(torch.rand(4, generator=generator_for(3, i)).tolist()) for i in (0, 1, 0, 7)}
+    draws = {tuple(torch.rand(4, generator=batch_generator(3, i)).tolist()) for i in (0, 1, 0, 7)}
     assert len(draws) == 3
 
 
@@ -202,7 +202,7 @@ def test_the_mixture_follows_the_seed(tokenizer):
 def test_masks_of_another_seed_are_not_shifted():
     """Check that batch i + 1 of one seed and batch i of the next one have masks of their own."""
     first, second = (
-        torch.rand(8, generator=generator_for(seed, i)) for seed, i in ((1, 2), (2, 1))
+        torch.rand(8, generator=batch_generator(seed, i)) for seed, i in ((1, 2), (2, 1))
     )
     assert not torch.equal(first, second)
 

@@ -277,7 +277,7 @@ def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path, 
 
 
 def _every_third(self, input_ids, generator, progress):
-    chosen = self.ordinary[input_ids] & (input_ids % 3 == 0)
+    chosen = self.is_ordinary[input_ids] & (input_ids % 3 == 0)
     return torch.where(chosen, self.mask_token_id, input_ids), torch.where(chosen, input_ids, -100)
 
 

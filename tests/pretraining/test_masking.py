@@ -77,7 +77,7 @@ def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
     for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
         labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
         assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006
-    with pytest.raises(UserError, match="mask_schedule must be two shares"):
+    with pytest.raises(UserError, match="`mask_schedule` must contain two fractions"):
         TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
 
 

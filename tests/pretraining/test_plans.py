@@ -21,11 +21,11 @@ from helpers.pretrain_runs import (  # noqa: F401
 pytest.importorskip("accelerate")
 
 from neobert.cli import main
-from neobert.pretraining.batches import MicroBatches, Windows, surrounded, text_ends
+from neobert.pretraining.batches import MicroBatches, TokenWindows, add_boundaries, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.plans import WeightedOrder
-from neobert.pretraining.prepared import TokenisedTexts
+from neobert.pretraining.prepared import TokenizedTexts
 from neobert.pretraining.sources import parse_sources, shares_of
 
 
@@ -43,12 +43,12 @@ def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
     """`MicroBatches` of prepared sources, and the texts of each source as tuples of ids."""
     spec = BatchArguments(**{"max_length": 32, "texts_per_batch": 4} | spec)
     tokens = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
-    special = text_ends(tokenizer)
+    special = boundary_tokens(tokenizer)
     own = [
-        {tuple(surrounded(row, special).tolist()) for row in each.rows["input_ids"]}
+        {tuple(add_boundaries(row, special).tolist()) for row in each.rows["input_ids"]}
         for each in tokens
     ]
-    windows = Windows(TokenisedTexts.joined(tokens, shares.values()), special, spec)
+    windows = TokenWindows(TokenizedTexts.concatenate(tokens, shares.values()), special, spec)
     return MicroBatches(windows, TokenMasking(tokenizer), spec, 5, count), own
 
 

@@ -81,7 +81,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypa
 
 BAD = {
     "a.jsonl": "no column 'text'",
-    "d.txt": "it has no rows|none of its 0 rows",
+    "d.txt": "it has no rows|none of the 0 rows",
     "h.parquet": "'text' must be text, got 1",
 }
 
@@ -100,11 +100,11 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
     (tmp_path / "a.txt").write_text("a river\n")
     (tmp_path / "b.txt").write_text("green stone\n")
     prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
-    with pytest.raises(UserError, match="prepared otherwise .dataset 'a.txt', now 'b.txt'"):
+    with pytest.raises(UserError, match="with other settings .dataset 'a.txt', now 'b.txt'"):
         prepare(str(tmp_path / "b.txt"), tmp_path / "out", tokenizer)
     summary = json.loads((tmp_path / "out" / "prepared.json").read_text())
     (tmp_path / "out" / "prepared.json").write_text(json.dumps({**summary, "tokenizer": "0"}))
-    with pytest.raises(UserError, match="prepared otherwise .tokenizer '0', now"):
+    with pytest.raises(UserError, match="with other settings .tokenizer '0', now"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("")

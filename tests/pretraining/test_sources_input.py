@@ -43,7 +43,7 @@ BAD = [
     ),
     (
         {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
-        "must be shares that sum to at most 1",
+        "must be at most 1, got",
     ),
     ({"eval_strategy": "steps"}, "you didn't pass an `eval_dataset`"),
     ({"output": "{corpus}/train.txt"}, "must not contain each other"),

@@ -30,7 +30,7 @@ def _stream(dataset, tokenizer, rank=0, world_size=1, workers=0, **spec):
 
 def _first_text(stream, count):
     """The first texts of a stream of one reader."""
-    texts = stream._texts(0, stream.rank, stream.world_size)
+    texts = stream.text_reader(0, 0)
     return [texts.next().tolist() for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ def _corpus(folder, files=3, rows=40):
 def _in_turn(stream):
     """Batches of all workers of a process in the order of a DataLoader, without its processes."""
     workers = [
-        stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)
+        stream.worker_batches((stream.start + i) % stream.workers) for i in range(stream.workers)
     ]
     for worker in itertools.cycle(workers):
         yield next(worker)
@@ -146,8 +146,8 @@ def test_every_row_is_tokenised_by_one_reader_alone(
             "token_ids",
             lambda tok, texts, seen=seen: seen.extend(texts) or tokenise(tok, texts),
         )
-        texts = _stream(tmp_path, tokenizer, rank, readers)._texts(0, rank, readers)
-        while texts.passes == [0]:
+        texts = _stream(tmp_path, tokenizer, rank, readers).text_reader(0, 0)
+        while texts.sources[0].epoch == 0:
             first = len(seen)
             texts.next()
         shares.append(seen[:first])
@@ -159,7 +159,7 @@ def test_every_row_is_tokenised_by_one_reader_alone(
 def test_another_pass_has_another_order_of_files(tmp_path, tokenizer):
     for number in range(6):
         (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"text": WORDS[number]}) + "\n")
-    texts = _stream(tmp_path, tokenizer)._texts(0, 0, 1)
+    texts = _stream(tmp_path, tokenizer).text_reader(0, 0)
     words = [tokenizer.decode(texts.next()[1:-1]) for _ in range(18)]
     passes = [words[start : start + 6] for start in (0, 6, 12)]
     assert all(sorted(each) == sorted(WORDS[:6]) for each in passes)
@@ -168,7 +168,7 @@ def test_another_pass_has_another_order_of_files(tmp_path, tokenizer):
 
 def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):
     _corpus(tmp_path)
-    with pytest.raises(UserError, match="no text of at least 500 tokens"):
+    with pytest.raises(UserError, match="needs a text of at least 500 tokens"):
         next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0})))
 
 
@@ -217,11 +217,12 @@ def test_weights_are_shares_of_texts(tmp_path, tokenizer):
         {"name": str(tmp_path / "mine.txt"), "weight": 9},
         {"name": str(tmp_path / "general.txt"), "weight": 1},
     ]
-    texts = _stream(dataset, tokenizer)._texts(0, 0, 1)
+    texts = _stream(dataset, tokenizer).text_reader(0, 0)
     (general,) = tokenizer("general", add_special_tokens=False)["input_ids"]
     drawn = [texts.next() for _ in range(20_000)]
     assert abs(np.mean([text[1] == general for text in drawn]) - 0.1) < 0.005
-    assert texts.passes == [59, 28] or abs(texts.passes[0] - 60) <= 1
+    epochs = [source.epoch for source in texts.sources]
+    assert epochs == [59, 28] or abs(epochs[0] - 60) <= 1
 
 
 def test_readers_sample_different_sources(tmp_path, tokenizer):
@@ -233,7 +234,7 @@ def test_readers_sample_different_sources(tmp_path, tokenizer):
     dataset = [{"name": name, "weight": 1} for name in names]
     orders = []
     for rank in range(2):
-        texts = _stream(dataset, tokenizer, rank, 2)._texts(0, rank, 2)
+        texts = _stream(dataset, tokenizer, rank, 2).text_reader(0, 0)
         orders.append([int(texts.next()[1]) for _ in range(40)])
     assert len(set(orders[0])) == len(set(orders[1])) == 2 and orders[0] != orders[1]
 
@@ -241,7 +242,7 @@ def test_readers_sample_different_sources(tmp_path, tokenizer):
 def test_epochs_of_a_stream_are_a_mean_over_workers_and_sources(tmp_path, tokenizer):
     _corpus(tmp_path)
     stream = _stream(tmp_path, tokenizer)
-    assert stream.passes([]) == 0
-    assert stream.passes([{"parts": [{"passes": [n]}]} for n in (2, 4)]) == 3
+    assert stream.epochs([]) == 0
+    assert stream.epochs([{"parts": [{"passes": [n]}]} for n in (2, 4)]) == 3
     stream.shares = [0.75, 0.25]
-    assert stream.passes([{"parts": [{"passes": [4, 8]}]}]) == 5
+    assert stream.epochs([{"parts": [{"passes": [4, 8]}]}]) == 5

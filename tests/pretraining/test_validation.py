@@ -23,7 +23,7 @@ from neobert.common.errors import UserError
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import command as pretrain
-from neobert.pretraining.batches import MicroBatches, Windows, text_ends
+from neobert.pretraining.batches import MicroBatches, TokenWindows, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.sources import parse_sources
@@ -89,7 +89,7 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
     spec = BatchArguments(tokens_per_batch=64, max_length=32)
-    windows = Windows(tokenise_texts(texts, bundled), text_ends(bundled), spec)
+    windows = TokenWindows(tokenise_texts(texts, bundled), boundary_tokens(bundled), spec)
     batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
     bits = characters = 0
     model.eval()
