@@ -1,5 +1,5 @@
-"""Servers of embeddings on this CPU, with OpenAI's form of a request: examples/serve.py in float32
-and int8, infinity, and vLLM, all from the folder of the bundled encoder.
+"""Servers of embeddings on this CPU with the API of OpenAI: `neobert serve` in float32 and int8,
+infinity, and vLLM, all with the bundled encoder.
 
     make test-serving        # installs infinity and vLLM in .cache/engines
     python -m benchmarks.server
@@ -45,9 +45,9 @@ MODEL = str(ROOT / "examples" / "sentence-encoder")
 LONGEST = 256  # tokens that the model reads
 
 
-def ours(work, dtype):
-    script = [sys.executable, ROOT / "examples" / "serve.py", "--model", MODEL]
-    return [*script, "--dtype", dtype], "/v1/embeddings"
+def neobert(dtype):
+    command = [sys.executable, "-m", "neobert", "serve", "--model", MODEL, "--dtype", dtype]
+    return command, "/v1/embeddings"
 
 
 def infinity(work):
@@ -65,8 +65,8 @@ def vllm(work, *more):
 
 
 SERVERS = {
-    "serve.py, float32": lambda work: ours(work, "float32"),
-    "serve.py, int8": lambda work: ours(work, "int8"),
+    "neobert serve, float32": lambda work: neobert("float32"),
+    "neobert serve, int8": lambda work: neobert("int8"),
     "infinity, float32": infinity,
     "vLLM, float32, compiled": vllm,
     "vLLM, float32, eager": lambda work: vllm(work, "--enforce-eager"),

@@ -45,6 +45,12 @@ COMMANDS = {
         "encoding.command",
         ("eval", "sentence_transformers", "pyarrow"),
     ),
+    "serve": Command(
+        "Use a model",
+        "Serve embeddings, reranker scores and predictions over HTTP",
+        "serving.command",
+        ("serve", "fastapi", "uvicorn>=0.30", "prometheus_client", "sentence_transformers"),
+    ),
     "export": Command(
         "Use a model", "Export a Hub folder to GGUF, ONNX or OpenVINO", "export.command"
     ),

@@ -11,7 +11,7 @@ from helpers.paths import ROOT
 
 # From the top down; a room may import those after it.
 ROOMS = (
-    *("__main__", "cli", "throughput", "export", "pretraining", "finetuning"),
+    *("__main__", "cli", "serving", "throughput", "export", "pretraining", "finetuning"),
     *("contrastive", "distillation", "evaluation", "encoding", "embeddings"),
     *("conversion", "training", "quantization", "__init__", "common", "_registration"),
     *("modeling_neobert", "configuration_neobert", "attention_neobert"),
@@ -63,7 +63,7 @@ def names_of(source):
     todo, found = [ast.parse(source)], set()
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(node.name)
             elif isinstance(node, ast.alias):
                 found.add(node.asname or node.name.partition(".")[0])

@@ -85,7 +85,7 @@ def test_rerankers_are_timed_on_equal_logits(tmp_path, monkeypatch):
 def test_a_server_is_asked_and_its_vectors_compared(tmp_path, monkeypatch):
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(server, "make_texts", lambda count, encoder: {"mixed": ["a", "b c", "d"]})
-    name = "serve.py, float32"
+    name = "neobert serve, float32"
     few = ["--servers", name, "--clients", "1", "2", "--texts", "3", "--rounds", "2"]
     assert server.main([*few, "--work", str(tmp_path), "--output", str(tmp_path / "page")]) == 0
     found = json.loads((tmp_path / "page.json").read_text())

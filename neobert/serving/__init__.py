@@ -1,0 +1,1 @@
+"""HTTP server for sentence encoders, rerankers and classifiers."""

@@ -1,0 +1,196 @@
+"""Command `neobert serve`: an HTTP server for a sentence encoder, a reranker and a classifier.
+
+Each worker process has its own models and queue. All of them accept connections from one socket.
+"""
+
+import ipaddress
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import Multiprocess
+
+from ..common.commands import setup_logging
+from ..common.errors import UserError
+from ..common.loading import check_model
+from .options import API_KEY_VARIABLE, OPTIONS, ServeOptions
+
+
+logger = logging.getLogger("neobert.serving")
+
+
+class WorkerApplication:
+    """Factory of the application of a worker process.
+
+    Args:
+        options: Options of the server.
+        address: Address of the server.
+        announcer: Semaphore that one worker acquires to log the start of the server.
+    """
+
+    def __init__(self, options: ServeOptions, address: str, announcer: Any) -> None:
+        self.options = options
+        self.address = address
+        self.announcer = announcer
+        self._description = ""
+
+    def __call__(self) -> FastAPI:
+        """Load the models, and return the application."""
+        if self.options.server.workers == 1:
+            return self._create_app()
+
+        setup_logging()
+        # uvicorn defers SIGTERM until the application has been created, which can take a minute.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            return self._create_app()
+        except UserError as error:
+            # The supervisor would restart a worker that ends with an exception.
+            print(f"neobert serve: {error}", file=sys.stderr)
+            sys.exit(STARTUP_FAILURE)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+    def _create_app(self) -> FastAPI:
+        import torch
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
+        server = self.options.server
+        threads = server.threads
+        if threads is None and server.workers > 1:
+            threads = max(1, len(os.sched_getaffinity(0)) // server.workers)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+        from .app import create_app
+
+        app = create_app(self.options)
+        self._description = describe(app, self.options, self.address)
+        return app
+
+    async def announce(self) -> None:
+        """Log the start of the server, once, when it accepts connections."""
+        if self.announcer.acquire(block=False):
+            logger.info(self._description)
+
+
+def describe(app: FastAPI, options: ServeOptions, address: str) -> str:
+    """Return the line about a server that has started."""
+    state = app.state.serving
+    encoder = state.encoder
+    parts = [
+        f"model {encoder.name}",
+        f"{state.dtype} on {state.device}",
+        f"{encoder.dimensions} dimensions",
+        f"up to {encoder.max_length} tokens per text",
+    ]
+    if options.models.reranker is not None:
+        parts.append(f"reranker {state.reranker.name}")
+    if options.models.classifier is not None:
+        parts.append(f"classifier {state.classifier.name}")
+    if options.server.workers > 1:
+        parts.append(f"{options.server.workers} workers")
+    return f"Serving {', '.join(parts)} at {address}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert serve` until SIGTERM or an interrupt, and return the exit code."""
+    options = OPTIONS["serve"].read(argv or [])
+    for model in (options.models.model, options.models.reranker, options.models.classifier):
+        if model is not None:
+            check_model(model)
+    if options.server.key is None and not _is_local(options.server.host):
+        logger.warning(
+            "The server is open to other machines. Set %s to require an API key.", API_KEY_VARIABLE
+        )
+
+    # The port is taken before the models are loaded.
+    listener = _bind(options.server.host, options.server.port)
+    port = listener.getsockname()[1]
+    host = f"[{options.server.host}]" if ":" in options.server.host else options.server.host
+    announcer = multiprocessing.get_context("spawn").Semaphore(1)
+    application = WorkerApplication(options, f"http://{host}:{port}", announcer)
+    config = uvicorn.Config(
+        application,
+        factory=True,
+        workers=options.server.workers,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(options.requests.timeout) + 1,
+        callback_notify=application.announce,
+        # Loading a large model can keep a worker from answering the supervisor.
+        timeout_worker_healthcheck=60,
+    )
+    with listener:
+        if options.server.workers == 1:
+            return _run_worker(config, listener)
+        return _run_supervisor(config, listener)
+
+
+def _run_worker(config: uvicorn.Config, listener: socket.socket) -> int:
+    """Serve in this process. A signal ends the server after the requests in progress."""
+    config.load()
+    server = uvicorn.Server(config)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # uvicorn handles these signals, and sends them again to the handlers from before its start.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    server.run(sockets=[listener])
+    return 0
+
+
+def _run_supervisor(config: uvicorn.Config, listener: socket.socket) -> int:
+    """Serve in worker processes, and restart those that die."""
+    folder = tempfile.mkdtemp(prefix="neobert-metrics-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    try:
+        supervisor = Multiprocess(config, sockets=[listener])
+        supervisor.run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    failed = any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes)
+    return 2 if failed else 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address.
+
+    Raises:
+        UserError: If the address is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"the address {host}:{port} must be available, got: {error.strerror or error}. Choose "
+            "another --port or --host."
+        ) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

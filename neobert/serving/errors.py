@@ -1,0 +1,81 @@
+"""Errors of the server: one sentence, in the form of the API of the route."""
+
+import re
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ..common.errors import UserError, one_line
+
+
+# Routes whose errors have the form of another API than OpenAI.
+COHERE_ROUTES = ("/v1/rerank", "/v2/rerank")
+TEI_ROUTES = ("/", "/embed", "/rerank", "/predict", "/info")
+
+_OPENAI_TYPES = {401: "authentication_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+_TEI_TYPES = {401: "unauthorized", 413: "validation", 429: "overloaded", 503: "overloaded"}
+
+
+def error_response(
+    path: str, status: int, message: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """Return the response about an error.
+
+    Args:
+        path: Path of the request, which decides about the form.
+        status: HTTP status.
+        message: One sentence.
+        headers: Further headers.
+    """
+    content: dict[str, Any]
+    if path in COHERE_ROUTES:
+        content = {"message": message}
+    elif path in TEI_ROUTES:
+        default = "validation" if status < 500 else "backend"
+        content = {"error": message, "error_type": _TEI_TYPES.get(status, default)}
+    else:
+        default = "invalid_request_error" if status < 500 else "server_error"
+        content = {
+            "error": {
+                "message": message,
+                "type": _OPENAI_TYPES.get(status, default),
+                "param": None,
+                "code": status,
+            }
+        }
+    return JSONResponse(content, status, headers)
+
+
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the response about an exception of a route."""
+    path = request.url.path
+    if isinstance(error, HTTPException):
+        headers = dict(error.headers) if error.headers else None
+        return error_response(path, error.status_code, error.detail, headers)
+    if isinstance(error, RequestValidationError):
+        return error_response(path, 400, describe_validation(error.errors()[0]))
+    if isinstance(error, UserError):
+        return error_response(path, 500, str(error))
+    return error_response(path, 500, f"unexpected {type(error).__name__}: {one_line(error)}.")
+
+
+def describe_validation(error: dict[str, Any]) -> str:
+    """Return an error of pydantic as one sentence."""
+    if error["type"] == "json_invalid":
+        return f"the body must be valid JSON: {error['ctx']['error']}."
+    path = ""
+    for part in error["loc"][1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in ("text", "tokens"):
+            # These are the tags of the union of texts and token ids.
+            path += f".{part}" if path else part
+
+    name = f"`{path}`" if path else "the body"
+    if error["type"] == "missing":
+        return f"{name} is required."
+    rule = re.sub(r"^(Input|List|String|Value) should ", "must ", error["msg"])
+    return f"{name} {rule}."

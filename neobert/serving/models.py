@@ -1,0 +1,375 @@
+"""Models of the server: tokenization of requests, and batches without padding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from sentence_transformers import CrossEncoder
+from starlette.exceptions import HTTPException
+from transformers import AutoModelForSequenceClassification
+
+from ..common.errors import UserError, one_line, require
+from ..common.loading import check_model, choose_device, dtype_name, load_tokenizer, text_limit
+from ..common.packing import pack
+from ..embeddings.packed_encoder import PackedEncoder
+from ..quantization.int8 import quantize_int8
+from .options import ServeOptions
+
+
+# Text, or token ids.
+Item = str | list[int]
+
+
+def public_name(model: str) -> str:
+    """Return the name of a model in the API: the last part of a path, or a name on the Hub."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one text.
+
+    Attributes:
+        ids: Token ids, (L,) int32.
+        prompt: Prompt at the start of the text, if the pooling excludes its tokens.
+    """
+
+    ids: np.ndarray
+    prompt: str = ""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Encoder:
+    """Sentence encoder of the server.
+
+    Args:
+        options: Options of the server.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self.packed_encoder = PackedEncoder(
+            options.models.model,
+            options.models.dtype,
+            options.models.device,
+            options.requests.batch_tokens,
+            **options.encoder.settings(),
+        )
+        self.name = public_name(options.models.model)
+        self.dimensions: int = self.packed_encoder.embedding_dimension
+        self.max_length = self.packed_encoder.max_length
+        transformer = self.packed_encoder.sentence_transformer[0].auto_model
+        self.vocabulary_size: int = transformer.get_input_embeddings().num_embeddings
+        # Special tokens at the start and the end of a text, [CLS] and [SEP].
+        empty = self.packed_encoder.tokenize([""])[0]
+        self._ends = (empty[0], empty[-1]) if len(empty) > 1 else None
+        self._encoding = _load_encoding(options.requests.tiktoken_encoding)
+
+    def tokenize(
+        self, items: Sequence[Item], prompt_name: str | None, truncate: bool
+    ) -> list[Tokens]:
+        """Return the tokens of texts or token ids.
+
+        Raises:
+            HTTPException: If an item cannot be tokenized, or is too long and not truncated.
+        """
+        try:
+            prompt = self.packed_encoder.prompt(prompt_name)
+        except UserError as error:
+            raise HTTPException(400, str(error)) from error
+
+        ids: dict[int, np.ndarray] = {}
+        lengths: dict[int, int] = {}
+        texts: dict[int, str] = {}
+        for index, item in enumerate(items):
+            if isinstance(item, str):
+                texts[index] = item
+            elif self._has_special_tokens(item):
+                self._check_ids(index, item, prompt)
+                ids[index] = np.asarray(item[: self.max_length], dtype=np.int32)
+                lengths[index] = len(item)
+            else:
+                texts[index] = self._decode(index, item)
+
+        text_lengths: list[int] = []
+        text_ids = self.packed_encoder.tokenize(list(texts.values()), prompt, text_lengths)
+        ids.update(zip(texts, text_ids))
+        lengths.update(zip(texts, text_lengths))
+        if not truncate:
+            check_lengths([lengths[index] for index in range(len(items))], self.max_length)
+        excluded_prompt = "" if self.packed_encoder.packs else prompt
+        return [Tokens(ids[index], excluded_prompt) for index in range(len(items))]
+
+    def _has_special_tokens(self, ids: list[int]) -> bool:
+        return self._ends is None or (ids[0], ids[-1]) == self._ends
+
+    def _check_ids(self, index: int, ids: list[int], prompt: str) -> None:
+        if prompt:
+            raise HTTPException(
+                400, f"`prompt_name` requires text, got token IDs of this model as text {index}."
+            )
+        if max(ids) >= self.vocabulary_size:
+            raise HTTPException(
+                400,
+                f"the token IDs of text {index} must be below {self.vocabulary_size}, got "
+                f"{max(ids)}. Send IDs of the tokenizer of this model, or text.",
+            )
+
+    def _decode(self, index: int, ids: list[int]) -> str:
+        """Return the text of token ids of `--tiktoken-encoding`."""
+        if self._encoding is None:
+            raise HTTPException(
+                400,
+                f"the token IDs of text {index} must start and end with the special tokens of this "
+                "model. Send text, or start the server with --tiktoken-encoding cl100k_base, which "
+                "LangChain sends.",
+            )
+        try:
+            return self._encoding.decode(ids)
+        except (KeyError, OverflowError) as error:
+            raise HTTPException(
+                400,
+                f"the token IDs of text {index} must be of the encoding {self._encoding.name}, got "
+                f"{one_line(error)}.",
+            ) from error
+
+    def embed(self, batch: Sequence[Tokens]) -> list[np.ndarray]:
+        """Return the embeddings of tokenized texts, (D,) float32 arrays."""
+        embeddings: dict[int, np.ndarray] = {}
+        for prompt in {tokens.prompt for tokens in batch}:
+            indices = [i for i, tokens in enumerate(batch) if tokens.prompt == prompt]
+            rows = self.packed_encoder.embed([batch[i].ids for i in indices], prompt=prompt)
+            embeddings.update(zip(indices, rows))
+        return [embeddings[index] for index in range(len(batch))]
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise HTTPException if the model has fewer dimensions."""
+        if dimensions is not None and dimensions > self.dimensions:
+            raise HTTPException(
+                400, f"`dimensions` must be at most {self.dimensions}, got {dimensions}."
+            )
+
+    def finish(
+        self, embeddings: list[np.ndarray], dimensions: int | None, normalize: bool = False
+    ) -> list[np.ndarray]:
+        """Return the first `dimensions` values of each embedding, normalized again.
+
+        Args:
+            embeddings: Embeddings of the model.
+            dimensions: Number of values to keep; None for all.
+            normalize: Whether to normalize embeddings of a model that does not.
+        """
+        is_normalized = self.packed_encoder.normalizes
+        if dimensions is None and (is_normalized or not normalize):
+            # The bits of the model's own normalization are kept.
+            return embeddings
+
+        embeddings = [embedding[:dimensions] for embedding in embeddings]
+        if not (is_normalized or normalize):
+            return embeddings
+        smallest = np.finfo(np.float32).tiny
+        return [embedding / max(np.linalg.norm(embedding), smallest) for embedding in embeddings]
+
+
+class Classifier:
+    """Sequence classifier or reranker, which runs packed.
+
+    Args:
+        name: Name of the model in the API.
+        model: NeoBERTForSequenceClassification.
+        tokenizer: Tokenizer of the model.
+        max_length: Maximum number of tokens of a text or pair.
+        activation: Function that a CrossEncoder applies to its logits.
+    """
+
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, max_length: int | None, activation: Any = None
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.max_length = max_length
+        self._tokenizer = tokenizer
+        self._activation = activation
+        self.labels: list[str] = [model.config.id2label[i] for i in range(model.num_labels)]
+
+    @classmethod
+    def load_reranker(cls, folder: str, dtype: torch.dtype, options: ServeOptions) -> "Classifier":
+        """Load a CrossEncoder.
+
+        Raises:
+            UserError: If it cannot be loaded, or is no NeoBERT with one score per pair.
+        """
+        check_model(folder)
+        device = choose_device(options.models.device)
+        try:
+            encoder = CrossEncoder(
+                folder,
+                device=str(device),
+                model_kwargs={"dtype": _weights_dtype(dtype)},
+                trust_remote_code=options.encoder.trust_remote_code,
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _not_loadable(folder, error) from error
+        if encoder.model.config.model_type != "neobert" or encoder.num_labels != 1:
+            raise UserError(
+                f"`reranker` must be a NeoBERT CrossEncoder with one score per pair, got {folder}."
+            )
+        _quantize(encoder.model, dtype)
+        return cls(
+            public_name(folder),
+            encoder.model.eval(),
+            encoder.tokenizer,
+            encoder.max_seq_length,
+            encoder.activation_fn,
+        )
+
+    @classmethod
+    def load_classifier(
+        cls, folder: str, dtype: torch.dtype, options: ServeOptions
+    ) -> "Classifier":
+        """Load a sequence classifier.
+
+        Raises:
+            UserError: If it cannot be loaded, or is no NeoBERT classifier.
+        """
+        check_model(folder)
+        try:
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=_weights_dtype(dtype),
+                trust_remote_code=options.encoder.trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _not_loadable(folder, error) from error
+        if model.config.model_type != "neobert":
+            raise UserError(f"`classifier` must be a NeoBERT sequence classifier, got {folder}.")
+        if info["missing_keys"]:
+            raise UserError(
+                f"`classifier` must have a trained classification head, got {folder} without "
+                f"{sorted(info['missing_keys'])[0]}."
+            )
+        model = model.to(choose_device(options.models.device)).eval()
+        _quantize(model, dtype)
+        tokenizer = load_tokenizer(folder)
+        return cls(public_name(folder), model, tokenizer, text_limit(model, tokenizer))
+
+    def tokenize(self, texts: Sequence[tuple[str, ...]], truncate: bool) -> list[np.ndarray]:
+        """Return the token ids of texts and pairs.
+
+        Args:
+            texts: Tuples of one text or two texts.
+            truncate: Whether to truncate long texts.
+
+        Raises:
+            HTTPException: If a text is too long and `truncate` is False.
+        """
+        ids: dict[int, list[int]] = {}
+        for size in {len(text) for text in texts}:
+            indices = [index for index, text in enumerate(texts) if len(text) == size]
+            columns = zip(*(texts[index] for index in indices))
+            rows = self._tokenizer(
+                *map(list, columns),
+                truncation=truncate,
+                max_length=self.max_length if truncate else None,
+                verbose=False,
+                return_attention_mask=False,
+            )
+            ids.update(zip(indices, rows["input_ids"]))
+
+        if not truncate:
+            check_lengths([len(ids[index]) for index in range(len(texts))], self.max_length)
+        return [np.asarray(ids[index], dtype=np.int32) for index in range(len(texts))]
+
+    @torch.inference_mode()
+    def logits(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the logits of tokenized texts, (C,) float32 arrays."""
+        packed = pack([*batch, *self._fillers(batch)], self.model.device)
+        logits = self.model(**packed).logits[: len(batch)].float()
+        if not logits.isfinite().all():
+            raise UserError(
+                f"the logits must be finite, got infinite or NaN values in "
+                f"{dtype_name(self.model.dtype)}. Use `--dtype float32`, unless the weights are "
+                "damaged."
+            )
+        return list(logits.cpu().numpy())
+
+    def _fillers(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return unused sequences after a batch on the CPU.
+
+        The last rows of a float32 product are summed in another order than those before them. With
+        complete groups of 16 texts and of 16 tokens, scores do not depend on the batch.
+        """
+        if self.model.device.type != "cpu":
+            return []
+        fillers = [np.zeros(1, np.int32) for _ in range(-len(batch) % 16)]
+        tokens = sum(map(len, batch)) + len(fillers)
+        if tokens % 16 and not fillers:
+            fillers = [np.zeros(1, np.int32) for _ in range(16)]
+            tokens += 16
+        if fillers:
+            fillers[-1] = np.zeros(1 - tokens % -16, np.int32)
+        return fillers
+
+    def scores(self, logits: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the scores of a reranker as its CrossEncoder does, (N,)."""
+        return self._activation(torch.from_numpy(np.stack(logits)))[:, 0].numpy()
+
+    def probabilities(self, logits: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the probabilities of the labels, (N, C); the values of a regression."""
+        values = torch.from_numpy(np.stack(logits))
+        if self.model.config.problem_type == "regression":
+            return values.numpy()
+        if self.model.config.problem_type == "multi_label_classification" or values.shape[1] == 1:
+            return values.sigmoid().numpy()
+        return values.softmax(dim=1).numpy()
+
+
+def check_lengths(lengths: Sequence[int], limit: int | None) -> None:
+    """Raise HTTPException if a text has more tokens than the limit of the model."""
+    for index, length in enumerate(lengths):
+        if limit is not None and length > limit:
+            raise HTTPException(
+                400,
+                f"text {index} must have at most {limit} tokens, got {length}. Shorten the text, "
+                "or start the server with --truncate.",
+            )
+
+
+def _load_encoding(name: str | None) -> Any:
+    """Load an encoding of tiktoken, which downloads its file once.
+
+    Raises:
+        UserError: If there is no such encoding, or its file cannot be downloaded.
+    """
+    if name is None:
+        return None
+    require("serve", "tiktoken")
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding(name)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"`tiktoken_encoding` must be an encoding that tiktoken can load, got {name!r}: "
+            f"{one_line(error)}. TIKTOKEN_CACHE_DIR names a directory with its files."
+        ) from error
+
+
+def _weights_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.int8 else dtype
+
+
+def _quantize(model: Any, dtype: torch.dtype) -> None:
+    if dtype == torch.int8:
+        quantize_int8(model)
+
+
+def _not_loadable(folder: str, error: Exception) -> UserError:
+    return UserError(f"the model {folder} cannot be loaded: {one_line(error)}.")

@@ -1,0 +1,72 @@
+"""Routes of the OpenAI API: `/v1/embeddings` and `/v1/models`."""
+
+import base64
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Response
+
+from .inputs import Body, Dimensions, Input
+from .state import State, check_model_name
+
+
+class EmbeddingsBody(Body):
+    """Body of `/v1/embeddings`.
+
+    Attributes:
+        prompt_name: Name of a prompt of the model to prepend to each text, an extension.
+    """
+
+    input: Input
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Dimensions = None
+    prompt_name: str | None = None
+
+
+def json_response(content: Any) -> Response:
+    """Return a response with JSON, written by msgspec: embeddings have many numbers."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def make_router(state: State) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingsBody) -> Response:
+        check_model_name(body.model, state.encoder.name, state.options.models.model)
+        state.encoder.check_dimensions(body.dimensions)
+
+        rows, tokens = await state.embed(body.input, body.prompt_name, body)
+        rows = state.encoder.finish(rows, body.dimensions)
+        data = [
+            {"object": "embedding", "index": index, "embedding": encode(row, body.encoding_format)}
+            for index, row in enumerate(rows)
+        ]
+        return json_response(
+            {
+                "object": "list",
+                "data": data,
+                "model": state.encoder.name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        data = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "neobert"}
+            for name in state.names
+        ]
+        return {"object": "list", "data": data}
+
+    return router
+
+
+def encode(embedding: np.ndarray, encoding_format: str) -> list[float] | str:
+    """Return an embedding as a list of floats, or as base64 of little-endian float32."""
+    if encoding_format == "base64":
+        return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+    return embedding.tolist()

@@ -1,0 +1,61 @@
+"""Routes of Cohere and Jina: `/v1/rerank` and `/v2/rerank`."""
+
+import uuid
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from .inputs import Body, Items, Text
+from .state import State, check_model_name
+
+
+class Document(BaseModel):
+    """Document as an object, as older clients of Cohere and Jina send it."""
+
+    text: Text
+
+
+class RerankBody(Body):
+    """Body of the rerank routes."""
+
+    query: Text
+    documents: Items[Text | Document]
+    model: str | None = None
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = False
+
+
+def make_router(state: State) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankBody) -> dict[str, Any]:
+        check_model_name(body.model, state.reranker.name, state.options.models.reranker)
+        documents = [item if isinstance(item, str) else item.text for item in body.documents]
+
+        logits, tokens = await state.rank(body.query, documents, body)
+        scores = state.reranker.scores(logits)
+        results = []
+        for index in best_first(scores)[: body.top_n]:
+            result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
+            if body.return_documents:
+                result["document"] = {"text": documents[index]}
+            results.append(result)
+        return {
+            "id": str(uuid.uuid4()),
+            "object": "list",
+            "model": state.reranker.name,
+            "results": results,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+    return router
+
+
+def best_first(scores: np.ndarray) -> list[int]:
+    """Return the indices of scores in descending order; equal scores keep their order."""
+    return np.argsort(-scores, kind="stable").tolist()

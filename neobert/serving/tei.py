@@ -1,0 +1,130 @@
+"""Routes of Text Embeddings Inference: `/embed`, `/rerank`, `/predict` and `/info`."""
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from fastapi import APIRouter, Response
+from pydantic import Field, model_validator
+
+from ..common import __version__
+from .inputs import Body, Dimensions, Input, Items, Text
+from .openai import json_response
+from .options import MAX_TEXTS
+from .rerank import best_first
+from .state import State
+
+
+class TeiBody(Body):
+    """Fields of all bodies.
+
+    Attributes:
+        truncation_direction: Side at which long texts are truncated.
+    """
+
+    truncation_direction: Literal["right", "Right"] = "right"
+
+
+class EmbedBody(TeiBody):
+    """Body of `/embed`."""
+
+    inputs: Input
+    normalize: bool = True
+    prompt_name: str | None = None
+    dimensions: Dimensions = None
+
+
+class RerankBody(TeiBody):
+    """Body of `/rerank`."""
+
+    query: Text
+    texts: Items[Text]
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+class PredictBody(TeiBody):
+    """Body of `/predict`.
+
+    Attributes:
+        inputs: Texts and pairs, lists of one string or two strings. A string and a pair of strings
+            are accepted, too.
+        is_batch: Whether the response has a list of predictions per text or pair; set by `inputs`.
+    """
+
+    inputs: Items[Annotated[list[Text], Field(min_length=1, max_length=2)]]
+    raw_scores: bool = False
+    is_batch: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wrap_single(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        inputs = data.get("inputs")
+        if isinstance(inputs, str):
+            return {**data, "inputs": [[inputs]], "is_batch": False}
+        is_pair = isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], str)
+        return {**data, "inputs": [inputs] if is_pair else inputs, "is_batch": not is_pair}
+
+
+def make_router(state: State) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter()
+
+    @router.post("/")
+    @router.post("/embed")
+    async def embed(body: EmbedBody) -> Response:
+        state.encoder.check_dimensions(body.dimensions)
+        rows, _ = await state.embed(body.inputs, body.prompt_name, body)
+        rows = state.encoder.finish(rows, body.dimensions, body.normalize)
+        return json_response([row.tolist() for row in rows])
+
+    @router.post("/rerank")
+    async def rerank(body: RerankBody) -> list[dict[str, Any]]:
+        logits, _ = await state.rank(body.query, body.texts, body)
+        scores = np.stack(logits)[:, 0]
+        if not body.raw_scores:
+            scores = torch.from_numpy(scores).sigmoid().numpy()
+
+        results = []
+        for index in best_first(scores):
+            result: dict[str, Any] = {"index": index, "score": float(scores[index])}
+            if body.return_text:
+                result["text"] = body.texts[index]
+            results.append(result)
+        return results
+
+    @router.post("/predict")
+    async def predict(body: PredictBody) -> list[Any]:
+        classifier = state.classifier
+        logits = await state.predict([tuple(item) for item in body.inputs], body)
+        scores = np.stack(logits) if body.raw_scores else classifier.probabilities(logits)
+        predictions = [
+            [
+                {"score": float(row[index]), "label": classifier.labels[index]}
+                for index in best_first(row)
+            ]
+            for row in scores
+        ]
+        return predictions if body.is_batch else predictions[0]
+
+    @router.get("/info")
+    async def info() -> dict[str, Any]:
+        encoder = state.encoder
+        return {
+            "model_id": encoder.name,
+            "model_sha": None,
+            "model_dtype": state.dtype,
+            "model_type": {"embedding": {"pooling": encoder.packed_encoder.pooling}},
+            "max_concurrent_requests": None,
+            "max_input_length": encoder.max_length,
+            "max_batch_tokens": encoder.packed_encoder.batch_tokens,
+            "max_batch_requests": None,
+            "max_client_batch_size": MAX_TEXTS,
+            "auto_truncate": state.options.requests.truncate,
+            "tokenization_workers": 1,
+            "version": __version__,
+        }
+
+    return router

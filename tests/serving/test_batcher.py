@@ -1,0 +1,115 @@
+"""Test the queue: batches keep their budget and order, and each request depends on itself alone."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from neobert.serving.batcher import Batcher
+from neobert.serving.metrics import Metrics
+
+
+@pytest.fixture
+def executor():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make_batcher(function, executor, queue_tokens=33):
+    """Return a queue of strings, which stand for texts of as many tokens."""
+    return Batcher("encoder", function, executor, 10, queue_tokens, Metrics())
+
+
+def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
+    batches = []
+
+    def function(texts):
+        batches.append(texts)
+        return [text.upper() for text in texts]
+
+    async def run():
+        batcher = make_batcher(function, executor)
+        requests = [["aa", "bbb"], ["cccc", "dddd"], ["e" * 12], ["f"], ["g" * 8], ["h" * 34]]
+        results = await asyncio.gather(*map(batcher.run, requests), return_exceptions=True)
+        return results, batcher
+
+    (first, second, long, last, full, never), batcher = asyncio.run(run())
+    assert (first, second, long, last) == (["AA", "BBB"], ["CCCC", "DDDD"], ["E" * 12], ["F"])
+    assert batches == [["aa", "bbb", "cccc"], ["dddd"], ["e" * 12], ["f"]]
+
+    assert isinstance(full, HTTPException) and isinstance(never, HTTPException)
+    assert (full.status_code, full.headers, never.status_code) == (429, {"Retry-After": "1"}, 413)
+    assert "got 26 and 8 of this request" in full.detail and "got 34" in never.detail
+    assert (batcher.tokens, batcher.requests) == (0, 0)
+
+
+def test_only_the_request_of_a_failing_text_fails(executor):
+    def function(texts):
+        if "bad" in texts:
+            raise ValueError("bad text")
+        return [text.upper() for text in texts]
+
+    async def run():
+        batcher = make_batcher(function, executor, 100)
+        # The second text shares a batch with all others, and its request continues after it.
+        requests = [["aa"], ["bad", "c" * 8, "d" * 8], ["ee", "ff"]]
+        results = await asyncio.gather(*map(batcher.run, requests), return_exceptions=True)
+        return results, batcher
+
+    (first, failing, last), batcher = asyncio.run(run())
+    assert (first, last) == (["AA"], ["EE", "FF"])
+    assert isinstance(failing, ValueError) and str(failing) == "bad text"
+    assert (batcher.tokens, batcher.requests) == (0, 0)
+
+
+def test_a_cancelled_request_leaves_the_queue(executor):
+    computed = []
+    may_finish = threading.Event()
+
+    def function(texts):
+        assert may_finish.wait(30)
+        computed.extend(texts)
+        return texts
+
+    async def run():
+        batcher = make_batcher(function, executor)
+        running = asyncio.create_task(batcher.run(["first", "i" * 6]))
+        cancelled = asyncio.create_task(batcher.run(["cancelled", "j" * 9]))
+        waiting = asyncio.create_task(batcher.run(["last"]))
+        while batcher.tokens < 33:
+            await asyncio.sleep(0.001)
+
+        running.cancel()
+        cancelled.cancel()
+        await asyncio.gather(running, cancelled, return_exceptions=True)
+        # The first text is in the running batch, the others have left before it ends.
+        sizes = batcher.tokens, batcher.requests
+        room = asyncio.create_task(batcher.run(["k" * 20]))
+        await asyncio.sleep(0)
+        may_finish.set()
+        return sizes, await waiting, await room, batcher
+
+    sizes, waiting, room, batcher = asyncio.run(run())
+    assert sizes == (len("first") + len("last"), 1)
+    assert (waiting, room) == (["last"], ["k" * 20])
+    assert computed == ["first", "last", "k" * 20]
+    assert (batcher.tokens, batcher.requests) == (0, 0)
+
+
+def test_the_metrics_count_batches_and_the_queue(executor):
+    async def run():
+        batcher = make_batcher(lambda texts: texts, executor)
+        await asyncio.gather(batcher.run(["aaa", "bb"]), batcher.run(["cccc"]))
+        return batcher.metrics.render().decode()
+
+    text = asyncio.run(run())
+    for line in (
+        'neobert_tokens_total{model="encoder"} 9.0',
+        'neobert_batch_texts_sum{model="encoder"} 3.0',
+        'neobert_batch_tokens_sum{model="encoder"} 9.0',
+        'neobert_batch_seconds_count{model="encoder"} 1.0',
+        'neobert_queue_tokens{model="encoder"} 0.0',
+    ):
+        assert line in text.splitlines()

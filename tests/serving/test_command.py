@@ -1,0 +1,147 @@
+"""Test the command as a process: its start and its end, several workers, and what it refuses."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import pytest
+from helpers.serving import ENCODER, server_process, texts_of_all_lengths
+
+from neobert.cli import main
+from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.serving.app import create_app
+from neobert.serving.command import describe
+from neobert.serving.options import OPTIONS
+
+
+def request(address, path, body=None, headers=None):
+    """Return the response to a request as text."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    message = urllib.request.Request(address + path, data, headers)
+    with urllib.request.urlopen(message, timeout=60) as response:
+        return response.read().decode()
+
+
+def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
+    texts = texts_of_all_lengths(400)
+    encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
+    with server_process() as (process, address), ThreadPoolExecutor(4) as pool:
+        assert json.loads(request(address, "/health")) == {"status": "ok"}
+        parts = [
+            pool.submit(request, address, "/embed", {"inputs": texts[start : start + 100]})
+            for start in range(0, 400, 100)
+        ]
+        while 'neobert_queue_requests{model="encoder"} 4.0' not in request(address, "/metrics"):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        rows = [row for part in parts for row in json.loads(part.result())]
+        assert process.wait(60) == 0
+        assert process.stderr.read() == "", "one line in all"
+        with pytest.raises(urllib.error.URLError):
+            request(address, "/health")
+
+    expected = encoder.encode(texts)
+    assert np.array(rows, np.float32).tobytes() == expected.tobytes()
+
+
+def test_the_line_names_the_models(reranker, classifier):
+    words = ["--model", str(ENCODER), "--reranker", reranker, "--classifier", classifier]
+    options = OPTIONS["serve"].read([*words, "--dtype", "int8", "--device", "cpu"])
+    assert describe(create_app(options), options, "http://127.0.0.1:8000") == (
+        "Serving model sentence-encoder, int8 on cpu, 384 dimensions, up to 256 tokens per text, "
+        "reranker reranker, classifier topics at http://127.0.0.1:8000"
+    )
+
+
+@pytest.mark.slow
+def test_two_workers_share_the_address_and_the_metrics():
+    with server_process("--workers", "2") as (process, address):
+
+        def worker_of(_):
+            return request(address, "/embed", {"inputs": "an eagle"})
+
+        def count():
+            text = request(address, "/metrics")
+            return float(re.search(r"^neobert_tokens_total\S+ (\S+)$", text, re.M)[1])
+
+        with ThreadPoolExecutor(8) as pool:
+            responses = set(pool.map(worker_of, range(40)))
+        assert len(responses) == 1 and count() == 40 * 4
+
+        # The counters of a worker that dies are kept, and the server continues.
+        workers = workers_of(process)
+        workers[1].kill()
+        assert len(json.loads(request(address, "/embed", {"inputs": "an eagle"}))) == 1
+        deadline = time.monotonic() + 120
+        while len(new_workers := workers_of(process)) < 2 or workers[1] in new_workers:
+            assert time.monotonic() < deadline, "the worker is not restarted"
+            time.sleep(0.1)
+        assert workers[0] in new_workers and count() == 41 * 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def workers_of(process):
+    """Return the worker processes of a server."""
+    workers = []
+    for child in psutil.Process(process.pid).children():
+        # A worker that was killed is a zombie until the server notices.
+        with contextlib.suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()):
+                workers.append(child)
+    return workers
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_end_the_server(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "neobert", "serve", "--workers", "2", "--port", "0"]
+    done = subprocess.run(
+        [*command, "--model", str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert "cannot be loaded" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_address_in_use_is_refused_before_the_models_are_loaded(capsys):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        start = time.monotonic()
+        assert main(["serve", "--model", str(ENCODER), "--port", port]) == 2
+        assert time.monotonic() - start < 20
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port} must be available" in error and "Choose another --port" in error
+
+
+def test_a_missing_model_is_refused(capsys, tmp_path):
+    missing = str(tmp_path / "missing")
+    for words in (["--model", missing], ["--model", str(ENCODER), "--reranker", missing]):
+        assert main(["serve", *words]) == 2
+        assert "there is no" in capsys.readouterr().err
+
+
+def test_an_open_server_for_other_machines_is_reported(capsys, caplog, monkeypatch):
+    # An address of another machine cannot be bound.
+    words = ["serve", "--model", str(ENCODER), "--host", "192.0.2.1"]
+    monkeypatch.setenv("NEOBERT_API_KEY", "")
+    assert main(words) == 2
+    assert "NEOBERT_API_KEY must not be empty" in capsys.readouterr().err
+    monkeypatch.setenv("NEOBERT_API_KEY", "secret")
+    assert main(words) == 2
+    assert "192.0.2.1:8000 must be available" in capsys.readouterr().err and not caplog.messages
+    monkeypatch.delenv("NEOBERT_API_KEY")
+    assert main(words) == 2
+    assert "The server is open to other machines." in caplog.text

@@ -1,0 +1,190 @@
+"""Test access, limits, deadline, cancellation and metrics of requests."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from helpers.serving import ENCODER, serving
+
+from neobert.common.errors import UserError
+from neobert.serving import middleware
+from neobert.serving.metrics import Metrics
+from neobert.serving.middleware import RequestGate
+from neobert.serving.options import OPTIONS
+
+
+def test_an_api_key_is_required_except_for_health_and_metrics():
+    with serving("--api-key", "schlüssel") as client:
+        body = {"input": "a"}
+        for key in (None, "Bearer schl", "schlüssel", "Bearer other", "bearer schlüssel"):
+            headers = {} if key is None else {"Authorization": key.encode()}
+            response = client.post("/v1/embeddings", json=body, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert response.headers["www-authenticate"] == "Bearer"
+            response = client.get("/info", headers=headers)
+            assert response.json()["error_type"] == "unauthorized"
+        headers = {"Authorization": "Bearer schlüssel".encode()}
+        assert client.post("/v1/embeddings", json=body, headers=headers).status_code == 200
+        assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+
+
+def test_the_api_key_of_the_environment(monkeypatch):
+    monkeypatch.setenv("NEOBERT_API_KEY", "secret")
+    server = OPTIONS["serve"].read(["--model", str(ENCODER)]).server
+    assert server.key == "secret"
+    server = OPTIONS["serve"].read(["--model", str(ENCODER), "--api-key", "option"]).server
+    assert server.key == "option"
+
+    # An empty variable would open the server.
+    monkeypatch.setenv("NEOBERT_API_KEY", "")
+    server = OPTIONS["serve"].read(["--model", str(ENCODER)]).server
+    with pytest.raises(UserError, match="NEOBERT_API_KEY must not be empty"):
+        _ = server.key
+    monkeypatch.delenv("NEOBERT_API_KEY")
+    assert server.key is None
+
+
+def test_a_request_after_its_deadline_is_refused_and_leaves_the_queue():
+    release = threading.Event()
+    with serving("--timeout", "0.3") as client:
+        queue = client.app.state.serving.embeddings
+        function = queue.function
+
+        def slow(batch):
+            release.wait(30)
+            return function(batch)
+
+        queue.function = slow
+        response = client.post("/v1/embeddings", json={"input": "a"})
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+        assert response.json()["error"]["message"] == (
+            "the request took longer than 0.3 s. Retry later."
+        )
+        # The second request waits behind the running batch.
+        response = client.post("/embed", json={"inputs": ["a", "b"]})
+        assert response.json()["error_type"] == "overloaded"
+        assert (queue.requests, queue.tokens) == (0, 3)
+        release.set()
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
+
+
+def run_gate(route, messages, headers=(), timeout=5.0):
+    """Return the messages that the middleware sends, and its metrics.
+
+    Args:
+        route: ASGI application.
+        messages: Messages of the server; a number is a pause in seconds.
+        headers: Headers of the request.
+        timeout: Deadline in seconds.
+    """
+    metrics = Metrics()
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        remaining = iter(messages)
+
+        async def receive():
+            for message in remaining:
+                if isinstance(message, dict):
+                    return message
+                await asyncio.sleep(message)
+            return await asyncio.Event().wait()
+
+        scope = {"type": "http", "path": "/v1/embeddings", "headers": list(headers)}
+        gate = RequestGate(route, None, timeout, ["/v1/embeddings"], metrics)
+        await asyncio.wait_for(gate(scope, receive, send), 20)
+
+    asyncio.run(run())
+    return sent, metrics.render().decode()
+
+
+def body_of(text, more_body=False):
+    return {"type": "http.request", "body": text, "more_body": more_body}
+
+
+DISCONNECT = {"type": "http.disconnect"}
+
+
+def test_a_disconnect_cancels_the_route():
+    bodies = []
+    cancelled = []
+
+    async def route(scope, receive, send):
+        bodies.append((await receive())["body"])
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    start = time.monotonic()
+    messages = [body_of(b"one ", True), body_of(b"two"), 0.05, DISCONNECT]
+    sent, metrics = run_gate(route, messages)
+    assert bodies == [b"one two"] and cancelled == [True] and sent == []
+    assert time.monotonic() - start < 5
+    assert 'neobert_requests_total{route="/v1/embeddings",status="499"} 1.0' in metrics
+
+
+def test_a_disconnect_in_the_body_does_not_start_the_route():
+    async def route(scope, receive, send):
+        raise AssertionError("the route has started")
+
+    sent, metrics = run_gate(route, [body_of(b"one", True), DISCONNECT])
+    assert sent == [] and 'status="499"' in metrics
+
+
+def test_a_disconnect_after_the_response_is_no_cancellation():
+    async def route(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok"})
+        # The server reports a disconnect as soon as the response is complete.
+        await asyncio.sleep(0.2)
+
+    sent, metrics = run_gate(route, [body_of(b""), 0.05, DISCONNECT])
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert 'neobert_requests_total{route="/v1/embeddings",status="200"} 1.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("messages", "headers"),
+    [
+        ([body_of(b"12345", True), body_of(b"6789", True)], []),
+        ([], [(b"content-length", b"9")]),
+    ],
+)
+def test_a_large_body_is_refused(monkeypatch, messages, headers):
+    async def route(scope, receive, send):
+        raise AssertionError("the route has started")
+
+    monkeypatch.setattr(middleware, "MAX_REQUEST_BYTES", 8)
+    sent, _ = run_gate(route, messages, headers)
+    assert sent[0]["status"] == 413 and b"at most 8 bytes" in sent[1]["body"]
+
+
+def test_a_slow_body_is_refused():
+    async def route(scope, receive, send):
+        raise AssertionError("the route has started")
+
+    sent, _ = run_gate(route, [body_of(b"1", True), 30.0], timeout=0.1)
+    assert sent[0]["status"] == 408 and b"within 0.1 s" in sent[1]["body"]
+
+
+def test_the_metrics_name_routes_and_statuses(client):
+    def count(route, status):
+        line = f'neobert_requests_total{{route="{route}",status="{status}"}} '
+        lines = client.get("/metrics").text.splitlines()
+        return next((float(x.removeprefix(line)) for x in lines if x.startswith(line)), 0)
+
+    before = [count("/embed", 200), count("/embed", 400), count("other", 404)]
+    client.post("/embed", json={"inputs": "a"})
+    client.post("/embed", json={})
+    client.get("/a")
+    client.get("/b")
+    after = [count("/embed", 200), count("/embed", 400), count("other", 404)]
+    assert [new - old for new, old in zip(after, before)] == [1, 1, 2]
+    assert 'route="/a"' not in client.get("/metrics").text

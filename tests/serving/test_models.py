@@ -1,0 +1,103 @@
+"""Test what the models of the server load and refuse, and the token ids of other tokenizers."""
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+from helpers.serving import (
+    ENCODER,
+    embeddings_of,
+    save_classifier,
+    serving,
+    texts_of_all_lengths,
+)
+from transformers import AutoTokenizer
+
+from neobert.common.errors import UserError
+from neobert.serving.app import create_app
+from neobert.serving.models import Classifier, public_name
+from neobert.serving.options import OPTIONS
+
+
+@pytest.fixture
+def byte_encoding(monkeypatch):
+    """Encoding of tiktoken with one token id per byte; the files of others need the network."""
+    encoding = tiktoken.Encoding(
+        "bytes",
+        pat_str=r".+",
+        mergeable_ranks={bytes([value]): value for value in range(256)},
+        special_tokens={},
+    )
+
+    def get_encoding(name):
+        if name != "bytes":
+            raise ValueError(f"Unknown encoding {name}.")
+        return encoding
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+
+
+def test_token_ids_of_tiktoken_are_decoded(byte_encoding):
+    ids = list(b"an eagle")
+    with serving("--tiktoken-encoding", "bytes") as client:
+        model_ids = AutoTokenizer.from_pretrained(ENCODER)("an eagle")["input_ids"]
+        body = {"input": [ids, "an eagle", model_ids]}
+        rows = embeddings_of(client.post("/v1/embeddings", json=body))
+        response = client.post("/v1/embeddings", json={"input": [[256, 1], ids]})
+    assert rows[0].tobytes() == rows[1].tobytes() == rows[2].tobytes()
+    assert response.status_code == 400
+    assert "text 0 must be of the encoding bytes" in response.json()["error"]["message"]
+
+
+def test_an_unknown_encoding_is_refused(byte_encoding):
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--tiktoken-encoding", "other"])
+    with pytest.raises(UserError, match="tiktoken can load, got 'other': Unknown encoding other"):
+        create_app(options)
+
+
+def load(folder, kind, dtype=torch.float32):
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--device", "cpu"])
+    return getattr(Classifier, f"load_{kind}")(str(folder), dtype, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_logits_have_the_same_bits_in_every_batch(classifier, dtype):
+    model = load(classifier, "classifier", dtype)
+    tokens = model.tokenize([(text,) for text in texts_of_all_lengths(40)], truncate=True)
+    alone = [model.logits([ids])[0].tobytes() for ids in tokens]
+    for size in (2, 7, 16, 40):
+        batch = [row for i in range(0, 40, size) for row in model.logits(tokens[i : i + size])]
+        assert [row.tobytes() for row in batch] == alone
+    assert len(set(alone)) == 40
+
+
+def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
+    with pytest.raises(UserError, match="CrossEncoder with one score per pair"):
+        load(classifier, "reranker")
+    with pytest.raises(UserError, match="must have a trained classification head"):
+        load(ENCODER, "classifier")
+    with pytest.raises(UserError, match="there is no"):
+        load(tmp_path / "missing", "classifier")
+
+    folder = tmp_path / "damaged"
+    save_classifier(folder, 2)
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
+    for kind in ("reranker", "classifier"):
+        with pytest.raises(UserError, match="cannot be loaded"):
+            load(folder, kind)
+
+
+def test_logits_that_are_not_finite_are_an_error(classifier):
+    model = load(classifier, "classifier")
+    model.model.classifier.bias.data[1] = float("inf")
+    with pytest.raises(UserError, match="must be finite, got infinite or NaN values in float32"):
+        model.logits([np.array([101, 102])])
+
+
+def test_public_names(tmp_path, monkeypatch):
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    assert public_name(f"{folder}/") == "encoder"
+    assert public_name("organization/encoder") == "organization/encoder"
+    monkeypatch.chdir(folder)
+    assert public_name(".") == "encoder"
