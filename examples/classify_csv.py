@@ -35,7 +35,7 @@ from neobert.common.environment import shorten_path
 from neobert.common.errors import UserError
 from neobert.common.folders import check_new, new_folder
 from neobert.common.loading import check_model
-from neobert.common.model_card import base_model, front_matter, licence, read_card
+from neobert.common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from neobert.common.scripts import run_script
 from neobert.common.tables import markdown_table
 from neobert.finetuning.baselines import fit_baselines, value_and_error
@@ -227,8 +227,8 @@ def write_card(
 ) -> None:
     """Write README.md, the model card."""
     metadata = front_matter(
-        **licence(None, read_card(args.model)),
-        **base_model(None, args.model),
+        **license_metadata(None, read_card(args.model)),
+        **base_model_metadata(None, args.model),
         library_name="transformers",
         pipeline_tag="text-classification",
         tags=["neobert", "text-classification"],

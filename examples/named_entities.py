@@ -31,7 +31,7 @@ from neobert.common.environment import shorten_path
 from neobert.common.errors import UserError
 from neobert.common.folders import check_new, new_folder
 from neobert.common.loading import check_model
-from neobert.common.model_card import base_model, front_matter, licence, read_card
+from neobert.common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from neobert.common.scripts import load_rows, run_script
 
 
@@ -186,8 +186,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 def write_card(folder: Path, args: argparse.Namespace, metrics: dict[str, float]) -> None:
     """Write README.md, the model card."""
     metadata = front_matter(
-        **licence(None, read_card(args.model)),
-        **base_model(None, args.model),
+        **license_metadata(None, read_card(args.model)),
+        **base_model_metadata(None, args.model),
         library_name="transformers",
         pipeline_tag="token-classification",
         tags=["neobert", "token-classification"],

@@ -47,16 +47,22 @@ def model_digest(model: str | Path) -> str:
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        found = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
-        parts = Path(found).parts if found else ()
-        return parts[parts.index("snapshots") + 1][:12] if "snapshots" in parts else "unknown"
+        path = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
+        parts = Path(path).parts if path else ()
+        if "snapshots" not in parts:
+            return "unknown"
+        # The cache of the Hub: models--USER--NAME/snapshots/COMMIT/config.json
+        return parts[parts.index("snapshots") + 1][:12]
     return files_digest({path for pattern in _FILES for path in folder.glob(pattern)})
 
 
-def known_by(model: str | Path) -> str:
+def model_fingerprint(model: str | Path) -> str:
     """Return the fingerprint of a model: the digest of a folder, or Hub name and commit."""
     digest = model_digest(model)
     return digest if Path(model).is_dir() else f"{model}@{digest}"
+
+
+known_by = model_fingerprint
 
 
 def files_digest(paths: Iterable[Path]) -> str:

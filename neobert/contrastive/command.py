@@ -26,8 +26,8 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers import set_seed
 
 from ..common.errors import UserError
-from ..common.folders import apart
-from ..common.identity import files_digest, known_by
+from ..common.folders import check_disjoint
+from ..common.identity import files_digest, model_fingerprint
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import save_for_all_versions
@@ -41,7 +41,7 @@ from ..evaluation.retrieval import (
     queries_of_rows,
     read_queries,
 )
-from ..training.checkpoints import RunTrainer, is_main, spent
+from ..training.checkpoints import RunTrainer, is_main, training_time
 from ..training.lora import check_adapter_support, lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
@@ -247,7 +247,7 @@ def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> N
     """Raise UserError if the output directory and an input are inside one another."""
     local = [source.path for source in sources if source.is_local]
     inputs = [options.model.model, options.data.validation_file, *local]
-    apart(options.model.output, *(path for path in inputs if path and Path(path).exists()))
+    check_disjoint(options.model.output, *(path for path in inputs if path and Path(path).exists()))
 
 
 def run_identity(
@@ -268,8 +268,8 @@ def run_identity(
     return settings | {
         "datasets": datasets,
         "files": {source.name: files_digest([source.path]) for source in local},
-        "model": known_by(options.model.model),
-        "tokenizer": options.encoder.tokenizer and known_by(options.encoder.tokenizer),
+        "model": model_fingerprint(options.model.model),
+        "tokenizer": options.encoder.tokenizer and model_fingerprint(options.encoder.tokenizer),
         "processes": training.world_size,
     }
 
@@ -428,7 +428,7 @@ def summarize(trainer: ContrastiveTrainer, mixture: Mixture) -> dict[str, Any]:
         "rows_per_batch": {name: part.batch_rows for name, part in mixture.parts.items()},
         "probabilities": {name: part.probability for name, part in mixture.parts.items()},
         "steps": trainer.state.global_step,
-        "seconds": spent(trainer)["seconds"],
+        "seconds": training_time(trainer)["seconds"],
         "trainable_parameters": trainable,
         "parameters": total,
         "losses": [[entry["step"], entry["loss"]] for entry in log if "loss" in entry],

@@ -11,7 +11,7 @@ from typing import Any
 from ..common.environment import shorten_path
 from ..common.errors import printable
 from ..common.files import write_text
-from ..common.model_card import base_model, front_matter, licence, read_card
+from ..common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from ..common.tables import markdown_table
 from ..evaluation.retrieval import METRICS
 from .data import PairSource
@@ -37,10 +37,10 @@ def write_card(
     name = printable(Path(options.model.output).resolve().name)
     start = options.model.model
     hub_datasets = list(dict.fromkeys(source.path for source in sources if not source.is_local))
-    license_metadata = licence(options.card.license, read_card(start))
+    license_of_weights = license_metadata(options.card.license, read_card(start))
     metadata = front_matter(
-        **license_metadata,
-        **base_model(options.card.base_model, start),
+        **license_of_weights,
+        **base_model_metadata(options.card.base_model, start),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         tags=[
@@ -56,7 +56,7 @@ def write_card(
     has_instruction = any(source.instruction.strip() for source in sources)
     comment = "  # adds the instruction of the training" if has_instruction else ""
     inherited = ""
-    if license_metadata and not options.card.license:
+    if license_of_weights and not options.card.license:
         inherited = "The license is that of the start model's card.\n\n"
     data = [
         [printable(key), f"{rows:,}", f"{summary['probabilities'][key]:.3f}"]

@@ -15,9 +15,7 @@ import transformers
 
 from ..common.errors import UserError, printable
 from ..common.folders import apart, check_new, new_folder
-from ..common.model_card import base_model as base_model_metadata
-from ..common.model_card import licence as license_metadata
-from ..common.model_card import read_card
+from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.options import log_options
 from ..common.pooling import write_sentence_transformers
 from .architecture import Conversion, plan

@@ -23,8 +23,8 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import set_seed
 
-from ..common.folders import apart, check_folder, new_file
-from ..common.identity import files_digest, known_by, model_digest
+from ..common.folders import check_disjoint, check_folder, new_file
+from ..common.identity import files_digest, model_digest, model_fingerprint
 from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import Output
@@ -32,7 +32,7 @@ from ..common.packing import compile_blocks, uncompile_blocks
 from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
-from ..training.checkpoints import RunTrainer, is_main, spent
+from ..training.checkpoints import RunTrainer, is_main, training_time
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
@@ -134,8 +134,8 @@ def check_paths(options: DistillOptions, sources: Sequence[TextSource]) -> None:
     inputs = [name for name in names if Path(name).exists()]
 
     check_folder(options.work_folder, "work")
-    apart(options.model.output, options.work_folder, *inputs)
-    apart(options.work_folder, *inputs)
+    check_disjoint(options.model.output, options.work_folder, *inputs)
+    check_disjoint(options.work_folder, *inputs)
     for model in models:
         check_model(model)
 
@@ -151,8 +151,8 @@ def run_identity(
             settings[name] = value
     init_from = options.model.init_from
     return settings | {
-        "teacher": known_by(options.model.teacher),
-        "init_from": init_from and known_by(init_from),
+        "teacher": model_fingerprint(options.model.teacher),
+        "init_from": init_from and model_fingerprint(init_from),
         "text_digests": [files_digest([source.path]) for source in sources],
         "processes": processes,
     }
@@ -282,7 +282,7 @@ class Distillation:
             "texts": counts,
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
-            "seconds": spent(trainer)["seconds"],
+            "seconds": training_time(trainer)["seconds"],
             "losses": [entry for entry in history if "loss" in entry],
             "agreement": agreement_history(history),
             "stored": {name: metrics[name] for name in self.agreement.names if name in metrics},

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common.environment import shorten_path
 from ..common.files import write_text
-from ..common.model_card import base_model, front_matter
+from ..common.model_card import base_model_metadata, front_matter
 from ..common.tables import markdown_table
 from ..evaluation.retrieval import METRICS
 from .data import TextSource
@@ -39,7 +39,7 @@ def write_card(
         pipeline_tag="sentence-similarity",
         language=card.language,
         license=card.license,
-        **base_model(card.base_model, options.model.init_from or options.model.teacher),
+        **base_model_metadata(card.base_model, options.model.init_from or options.model.teacher),
         tags=[
             "sentence-transformers",
             "sentence-similarity",

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.errors import UserError, listed
-from ..common.folders import apart
+from ..common.folders import check_disjoint
 from ..common.identity import model_digest
 from ..common.options import identity, log_options
 from .columns import copied_columns
@@ -297,9 +297,9 @@ def _check_paths(options: EncodeOptions, shard: Shard) -> tuple[list[data.File],
 
     files = data.files(source)
     is_glob = bool(set("*?[") & {*source})
-    apart(output, *([] if is_glob else [source]))
+    check_disjoint(output, *([] if is_glob else [source]))
     if Path(options.model.model).exists():
-        apart(output, options.model.model)
+        check_disjoint(output, options.model.model)
 
     stems = [part_stem(file) for file in files]
     duplicates = [file.name for file in files if stems.count(part_stem(file)) > 1]

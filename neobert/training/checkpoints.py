@@ -212,6 +212,7 @@ def remove_old(
     """Remove old checkpoints.
 
     Args:
+        folder: Directory of the checkpoints.
         limit: Number of newest checkpoints to keep, None for all.
         keep_every: Number of steps between two checkpoints that are kept; 0 for none.
         best: Step of the best checkpoint, which is kept.
@@ -275,7 +276,7 @@ class RunTrainer(_Trainer):
         now = (time.perf_counter(), time.process_time())
         since = self._last_clock or now
         self._last_clock = now
-        previous = spent(self)
+        previous = training_time(self)
         return {
             "seconds": round(previous["seconds"] + now[0] - since[0], 2),
             "cpu_seconds": round(previous["cpu_seconds"] + now[1] - since[1], 2),
@@ -305,12 +306,15 @@ class RunTrainer(_Trainer):
         super().save_model(output_dir, _internal_call)
 
 
-def spent(trainer: Trainer) -> dict[str, float]:
+def training_time(trainer: Trainer) -> dict[str, float]:
     """Return the training time so far, "seconds" and "cpu_seconds", from the newest log record."""
     for record in reversed(trainer.state.log_history):
         if "cpu_seconds" in record:
             return {name: record.get(name, 0.0) for name in ("seconds", "cpu_seconds")}
     return {"seconds": 0.0, "cpu_seconds": 0.0}
+
+
+spent = training_time
 
 
 class _NothingLeft(Exception):
@@ -407,6 +411,7 @@ def train(
     All processes of the run must call this function.
 
     Args:
+        trainer: Trainer of the run.
         keep_every: Number of steps between two checkpoints that are kept beside the newest
             `save_total_limit`; 0 for none.
         on_resume: Function that is called with the checkpoint if there is one, by default

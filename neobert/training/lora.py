@@ -1,9 +1,10 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: what to adapt, how to keep new heads
-trainable, adapter to plain model."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) with PEFT: targets, trainable heads, and merging."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
@@ -11,9 +12,15 @@ from ..common.errors import UserError, require
 from ..common.options import OptionGroup, option
 
 
-# All linear layers of a block: Q, K and V are in one matrix, and so are the SwiGLU's two inputs.
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+# All linear layers of a block: Q, K and V share one matrix, as do the two inputs of SwiGLU.
 NEOBERT_TARGETS = ("qkv", "wo", "w12", "w3")
-# Feed-forward of ablation M0 (hidden_act "gelu").
+# The feed-forward of ablation M0 has `hidden_act` "gelu".
 NEOBERT_GELU_TARGETS = ("qkv", "wo", "ffn.0", "ffn.2")
 
 
@@ -49,22 +56,24 @@ class LoraOptions(OptionGroup):
         }
 
 
-def default_targets(config):
-    """Names of the layers to adapt: every linear layer of NeoBERT's blocks; PEFT's "all-linear" for
-    other encoders."""
+def default_targets(config: "PretrainedConfig") -> str | list[str]:
+    """Return the names of the layers to adapt.
+
+    Returns:
+        All linear layers of NeoBERT's blocks, or "all-linear" for other encoders.
+    """
     if config.model_type != "neobert":
         return "all-linear"
     return list(NEOBERT_TARGETS if config.hidden_act == "swiglu" else NEOBERT_GELU_TARGETS)
 
 
-def head_modules(model, missing_keys=()):
-    """Names of the modules that are not the backbone and so must be trained in full beside an
-    adapter.
+def head_modules(model: "PreTrainedModel", missing_keys: Iterable[str] = ()) -> list[str]:
+    """Return the names of the modules outside the backbone, which are trained in full.
 
     Args:
-        model: a transformers model with a task head.
-        missing_keys: parameters that its checkpoint did not have (a new pooler inside of the
-            backbone, for example).
+        model: Model of transformers with a task head.
+        missing_keys: Parameters that the checkpoint of the model does not contain, such as those of
+            a new pooler within the backbone.
     """
     backbone = model.base_model_prefix
     heads = {
@@ -72,8 +81,8 @@ def head_modules(model, missing_keys=()):
         for name, child in model.named_children()
         if name != backbone and any(True for _ in child.parameters())
     }
-    inside = {key.rpartition(".")[0] for key in missing_keys if key.startswith(f"{backbone}.")}
-    return sorted(heads | inside)
+    new_parameters = [key for key in missing_keys if key.startswith(f"{backbone}.")]
+    return sorted(heads | {key.rpartition(".")[0] for key in new_parameters})
 
 
 def check_adapter_support() -> None:
@@ -99,21 +108,29 @@ def check_adapter_support() -> None:
 
 
 def lora_config(
-    model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type=None, modules_to_save=None
-):
-    """`peft.LoraConfig` with its targets checked.
+    model: "PreTrainedModel",
+    rank: int = 16,
+    alpha: float = 32,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = "auto",
+    task_type: str | None = None,
+    modules_to_save: Sequence[str] | None = None,
+) -> "LoraConfig":
+    """Return a `peft.LoraConfig` for a model, after a check of its targets.
 
     Args:
-        model: the model to adapt.
-        rank: columns r of the low-rank factors.
-        alpha: the update is scaled by alpha / rank.
-        dropout: probability on the adapter's input.
-        targets: module names (matched at the end of the full name), "all-linear", or "auto" for
+        model: Model to adapt.
+        rank: Rank r of the low-rank factors.
+        alpha: Scale: the update is multiplied by alpha / rank.
+        dropout: Dropout probability on the input of the adapters.
+        targets: Module names, which match the end of the full name; "all-linear"; or "auto" for
             `default_targets`.
-        task_type: PEFT task type, "SEQ_CLS" or None.
-        modules_to_save: modules trained and saved in full.
+        task_type: Task type of PEFT, "SEQ_CLS" or None.
+        modules_to_save: Modules that are trained and saved in full.
+
     Raises:
-        UserError: a target that the model does not have. ValueError: PEFT's, a rank below 1.
+        UserError: If the model has no module of a target's name.
+        ValueError: If PEFT refuses a value, such as a rank below 1.
     """
     require("peft", "peft")
     from peft import LoraConfig
@@ -126,15 +143,20 @@ def lora_config(
         _check_targets(model, targets)
     return LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=dropout,
-        target_modules=targets,
-        task_type=task_type,
-        modules_to_save=modules_to_save,
+        target_modules=targets,  # type: ignore[arg-type]
+        task_type=task_type,  # type: ignore[arg-type]
+        modules_to_save=modules_to_save,  # type: ignore[arg-type]
     )
 
 
-def _check_targets(model, targets):
+def _check_targets(model: "nn.Module", targets: Sequence[str]) -> None:
+    """Check that every target is the name of a linear layer or an embedding.
+
+    Raises:
+        UserError: If there is no target, or no layer of its name.
+    """
     from torch import nn
 
     layers = [
@@ -142,32 +164,35 @@ def _check_targets(model, targets):
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, nn.Embedding))
     ]
-    known = sorted({name.rpartition(".")[2] for name in layers})
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     if not targets:
-        raise UserError(f"no LoRA target was given; this model has {', '.join(known)}")
+        raise UserError(
+            f"`lora_targets` must name at least one layer. Layers of the model: {known}."
+        )
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             raise UserError(
-                f"LoRA target {target!r} is not a linear layer or embedding of this model; it has "
-                f"{', '.join(known)}"
+                f"LoRA target {target!r} is not a linear layer or embedding of this model. Layers "
+                f"of the model: {known}."
             )
 
 
-def trainable_parameters(model):
-    """(trainable, all) numbers of parameters."""
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+def trainable_parameters(model: "nn.Module") -> tuple[int, int]:
+    """Return the number of trainable parameters, and the number of all parameters."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trainable, sum(p.numel() for p in model.parameters())
 
 
-def save_adapter_and_merge(model, adapter_folder):
-    """Saves the adapter alone, then folds it into the weights: W + alpha / rank * B A.
+def save_adapter_and_merge(model: "PeftModel", adapter_folder: str | Path) -> Any:
+    """Save the adapter, then merge it into the weights: W + alpha / rank * B A.
 
     Args:
-        model: the `PeftModel`; not usable afterwards.
-        adapter_folder: gets adapter_config.json and adapter_model.safetensors, with the modules
-            trained in full.
+        model: Model with an adapter, which cannot be used afterwards.
+        adapter_folder: Directory for adapter_config.json and adapter_model.safetensors, which also
+            contains the modules that were trained in full.
+
     Returns:
-        the plain transformers model.
+        The model of transformers without the adapter.
     """
     model.save_pretrained(str(adapter_folder))
     return model.merge_and_unload()

@@ -23,8 +23,8 @@ from .checkpoints import (
     is_main,
     on_main,
     remove_checkpoints,
-    spent,
     train,
+    training_time,
 )
 
 
@@ -95,7 +95,7 @@ def _train_and_save(
         content = save(trainer, folder)
 
     if is_main():
-        defaults = {**spent(trainer), "environment": run_environment(trainer.args)}
+        defaults = {**training_time(trainer), "environment": run_environment(trainer.args)}
         output.finish(**{**defaults, **content})
     trainer.accelerator.wait_for_everyone()
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
-from neobert.common.model_card import base_model
+from neobert.common.model_card import base_model_metadata
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
 from neobert.contrastive.options import LossOptions
@@ -210,8 +210,8 @@ def test_a_folder_to_publish(model_folder, tmp_path):
 
 def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
     named = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
-    assert base_model(None, "chandar-lab/NeoBERT") == named
-    assert base_model(None, str(model_folder)) == base_model(None) == {}
+    assert base_model_metadata(None, "chandar-lab/NeoBERT") == named
+    assert base_model_metadata(None, str(model_folder)) == base_model_metadata(None) == {}
 
 
 def test_negatives_are_searched_too(tmp_path):

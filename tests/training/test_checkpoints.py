@@ -49,7 +49,9 @@ def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
     checkpoints.train(made)
     assert same(weights(made), whole[1])
     seconds = [entry["cpu_seconds"] for entry in made.state.log_history if "loss" in entry]
-    assert len(seconds) == 12 and seconds == sorted(seconds) and checkpoints.spent(made)["seconds"]
+    assert len(seconds) == 12
+    assert seconds == sorted(seconds)
+    assert checkpoints.training_time(made)["seconds"] > 0
 
 
 def test_the_newest_the_best_and_every_fourth_stay(tmp_path):
