@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
@@ -139,7 +139,7 @@ def train_tokenizer(options: TokenizerOptions) -> str:
 
 
 def tokenizer_statistics(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> dict[str, str]:
     """Return formatted statistics of a tokenizer on texts, {name: value}.
 
@@ -231,7 +231,7 @@ def build_vocabulary(
     words: Mapping[str, int],
     alphabet: Sequence[str],
     options: VocabularyOptions,
-    base: PreTrainedTokenizerFast,
+    base: PreTrainedTokenizerBase,
 ) -> list[str]:
     """Return the tokens of the new vocabulary in the order of their ids.
 

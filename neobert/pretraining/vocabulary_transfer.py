@@ -1,178 +1,277 @@
-"""Rows of a new vocabulary out of those of an old one, so that a model takes another tokenizer and
-keeps its blocks.
+"""Vocabulary transfer: initialize the token embeddings of a new tokenizer from those of an old one.
 
-The row of a new piece is a copy of the old row of the same text, at the start of a word or within
-one; else the mean of the rows of the old pieces that its text falls into; else the mean of all old
-rows. Copies and means of pieces: Gee et al. 2022, Fast Vocabulary Transfer (arXiv 2402.09977).
+The blocks of the model are kept. The row of a new token is
+
+1. a copy of the row of the old token with the same text, at the start of a word or within a word,
+2. or else the mean of the rows of the old tokens into which its text is tokenized,
+3. or else the mean of all old rows.
+
+Source: Gee et al. 2022, Fast Vocabulary Transfer (arXiv 2402.09977).
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..modeling_neobert import NeoBERTForMaskedLM
 
 
-COPIED, MEAN, REST = "copied", "mean of old pieces", "mean of all"
-_ROLES = tuple(f"{role}_token" for role in ("pad", "unk", "cls", "sep", "mask", "bos", "eos"))
+# Origins of a row, as result.json names them.
+COPIED = "copied"
+MEAN = "mean of old tokens"
+REST = "mean of all tokens"
+
+# Attributes of a tokenizer that contain its special tokens.
+_ROLES = (
+    "pad_token",
+    "unk_token",
+    "cls_token",
+    "sep_token",
+    "mask_token",
+    "bos_token",
+    "eos_token",
+)
 _UNUSED = re.compile(r"\[unused\d+\]")
-_WORD_STARTS = ("\u0120", "\u2581", " ")  # of byte-level BPE, of SentencePiece
+
+# Marks of tokens at the start of a word: those of byte-level BPE and SentencePiece, and a space.
+_WORD_STARTS = ("\u0120", "\u2581", " ")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the rows of a vocabulary come from.
+class RowSources:
+    """Origin of each row of a new vocabulary.
 
     Attributes:
-        sources: of each new id the old ids whose mean it is, [] for the mean of all.
-        ordinary: old ids whose mean that is: no special tokens, no [unused1].
-        counts: {kind: new ids}.
+        sources: For each new id, the old ids whose mean it is; an empty list stands for the mean of
+            all ordinary rows.
+        ordinary: Ids of the old tokens other than special and unused tokens.
+        counts: Number of new tokens by origin, {COPIED, MEAN or REST: tokens}.
     """
 
-    sources: list
-    ordinary: list
-    counts: dict
+    sources: list[list[int]]
+    ordinary: list[int]
+    counts: dict[str, int]
 
-    def __str__(self):
-        return ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items())
+    def __str__(self) -> str:
+        return ", ".join(f"{count:,} {origin}" for origin, count in self.counts.items())
 
 
-def wordpieces(text, starts, vocabulary, prefix="##"):
-    """The longest pieces of `vocabulary` from left to right, as WordPiece cuts a word.
+class _TokenText(NamedTuple):
+    """Text that a token stands for, and whether the text starts a word."""
 
-    A character that no piece has is left out, where WordPiece makes [UNK] of the word.
+    text: str
+    starts_word: bool
+
+
+def find_rows(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> RowSources:
+    """Find the old rows that the rows of a new vocabulary are initialized from.
+
+    Special tokens are matched by their role: [MASK] corresponds to the mask token of the other
+    tokenizer. The text of a new token is normalized like a text of the old tokenizer, so that
+    "Haus" corresponds to "haus" if the old tokenizer is uncased. A token of an uncased new
+    tokenizer corresponds to the capitalized token if a cased old tokenizer has no other.
 
     Args:
-        text: without `prefix`.
-        starts: whether it is the start of a word.
-        vocabulary: {piece: id}.
-    Returns:
-        (ids, whether they cover all of the text).
+        old: Fast tokenizer of the model.
+        new: Fast tokenizer that replaces it.
     """
-    ids, place, covered = [], 0, bool(text)
-    while place < len(text):
-        mark = "" if starts and place == 0 else prefix
-        for end in range(len(text), place, -1):
-            if (found := vocabulary.get(mark + text[place:end])) is not None:
-                ids.append(found)
-                break
+    old_tokens = _TokenReader(old)
+    new_tokens = _TokenReader(new)
+    roles = _matching_roles(old, new)
+
+    sources: list[list[int]] = [[] for _ in range(len(new))]
+    counts = dict.fromkeys((COPIED, MEAN, REST), 0)
+    for token, number in new_tokens.vocabulary.items():
+        if token in roles:
+            sources[number] = [roles[token]]
+            origin = COPIED
         else:
-            end, covered = place + 1, False
-        place = end
-    return ids, covered
+            sources[number], origin = _find_row(token, old_tokens, new_tokens)
+        counts[origin] += 1
+
+    ordinary = [
+        number
+        for token, number in old_tokens.vocabulary.items()
+        if old_tokens.text_of(token) is not None
+    ]
+    return RowSources(sources, sorted(ordinary), counts)
 
 
-class _Reader:
-    """What a tokenizer's pieces say, and how it cuts a text that may lie within a word."""
-
-    def __init__(self, tokenizer):
-        backend = tokenizer.backend_tokenizer
-        self.tokenizer, self.vocabulary = tokenizer, tokenizer.get_vocab()
-        self.special = {*tokenizer.all_special_tokens}
-        self.kind, self.normalizer = type(backend.model).__name__, backend.normalizer
-        self.prefix = getattr(backend.model, "continuing_subword_prefix", None) or "##"
-
-    def normal(self, text):
-        """`text` as the tokenizer reads it: in lower case, say."""
-        return text if self.normalizer is None else self.normalizer.normalize_str(text).strip()
-
-    def spelled(self, piece):
-        """(text, whether it starts a word) of a piece; None of one that stands for no text."""
-        if piece in self.special or _UNUSED.fullmatch(piece):
-            return None
-        if self.kind == "WordPiece":
-            return piece.removeprefix(self.prefix), not piece.startswith(self.prefix)
-        text = self.tokenizer.convert_tokens_to_string([piece])
-        return text.strip(" "), piece.startswith(_WORD_STARTS)
-
-    def cut(self, text, starts):
-        """As `wordpieces`, for a tokenizer of any kind."""
-        text = self.normal(text)
-        if self.kind == "WordPiece":
-            return wordpieces(text, starts, self.vocabulary, self.prefix)
-        ids = self.tokenizer(" " * starts + text, add_special_tokens=False)["input_ids"]
-        known = [i for i in ids if i != self.tokenizer.unk_token_id]
-        return known, len(known) == len(ids) > 0
-
-
-def find_rows(old, new):
-    """`Rows` of the vocabulary of `new` out of that of `old`, two fast tokenizers.
-
-    Special tokens go by their role ([MASK] is the mask token of both). The text of a piece is read
-    as `old` reads it: "Haus" is its "haus" where it is uncased. A piece of an uncased `new` that a
-    cased `old` has only with a capital is that one.
-    """
-    reader, reads = _Reader(old), _Reader(new)
-    alike, lowers = reader.kind == reads.kind, reads.normal("A") == "a"
-    roles = {
-        getattr(new, role): getattr(old, f"{role}_id")
-        for role in _ROLES
-        if getattr(new, role) is not None and getattr(old, f"{role}_id") is not None
-    }
-
-    def source(piece):
-        if piece in roles:
-            return [roles[piece]], COPIED
-        if alike and piece in reader.vocabulary:
-            return [reader.vocabulary[piece]], COPIED
-        if (spelled := reads.spelled(piece)) is None:
-            return [], REST
-        text, starts = spelled
-        written = [text, text.capitalize(), text.upper()] if starts and lowers else [text]
-        for form in written:
-            ids, covered = reader.cut(form, starts)
-            if covered and len(ids) == 1:
-                return ids, COPIED
-        # Its place in a word first; "##\u00df" is better the row of "\u00df" than none.
-        cuts = [reader.cut(text, starts), reader.cut(text, not starts)]
-        ids = next((ids for ids, covered in cuts if covered), cuts[0][0] or cuts[1][0])
-        return ids, MEAN if ids else REST
-
-    sources, counts = [[] for _ in range(len(new))], dict.fromkeys((COPIED, MEAN, REST), 0)
-    for piece, number in reads.vocabulary.items():
-        sources[number], kind = source(piece)
-        counts[kind] += 1
-    ordinary = sorted(i for piece, i in reader.vocabulary.items() if reader.spelled(piece))
-    return Rows(sources, ordinary, counts)
-
-
-def mean_rows(weight, rows, count):
-    """The new rows.
+def mean_rows(weight: torch.Tensor, rows: RowSources, count: int) -> torch.Tensor:
+    """Compute the new rows of a matrix with one row per token.
 
     Args:
-        weight: (old rows, D).
-        rows: `Rows`.
-        count: of the new rows; those after the vocabulary are padding, with the mean of all.
+        weight: Old rows, (old vocabulary size, D).
+        rows: Origin of each new row.
+        count: Number of new rows. Rows after the vocabulary are padding, and are the mean of all
+            ordinary rows.
+
     Returns:
-        (count, D). A row with one source has its bits.
+        New rows, (count, D). A row with a single source is a bit-identical copy.
     """
-    sources = [*rows.sources, *[[]] * (count - len(rows.sources))]
+    padding: list[list[int]] = [[] for _ in range(count - len(rows.sources))]
+    sources = [*rows.sources, *padding]
     lengths = torch.tensor([len(ids) for ids in sources])
-    flat = torch.tensor([i for ids in sources for i in ids], dtype=torch.long)
-    new = F.embedding_bag(flat, weight, lengths.cumsum(0) - lengths, mode="mean")
+    flat_ids = torch.tensor([i for ids in sources for i in ids], dtype=torch.long)
+
+    offsets = lengths.cumsum(0) - lengths
+    new = F.embedding_bag(flat_ids, weight, offsets, mode="mean")
     new[lengths == 0] = weight[rows.ordinary].mean(0)
     return new
 
 
 @torch.no_grad()
-def replace_vocabulary(model, rows, count, pad_token_id):
-    """Gives a masked LM a vocabulary of `count` rows, in the embedding and the decoder alike; its
-    configuration follows.
+def replace_vocabulary(
+    model: NeoBERTForMaskedLM, rows: RowSources, count: int, pad_token_id: int | None
+) -> None:
+    """Replace the vocabulary of a masked language model in place.
+
+    The embedding, the decoder, its bias and the configuration are replaced.
 
     Args:
-        model: `NeoBERTForMaskedLM`, tied or not, with all weights on one device.
-        rows: `Rows`.
-        pad_token_id: of the new tokenizer, or None.
+        model: Model with tied or untied embeddings, and all weights on one device.
+        rows: Origin of each new row.
+        count: Number of new rows.
+        pad_token_id: Id of the padding token of the new tokenizer, or None.
     """
-    config, decoder = model.config, model.decoder
-    embedding = model.get_input_embeddings()
-    config.vocab_size, config.pad_token_id = count, pad_token_id
-    made = nn.Embedding(count, config.hidden_size, padding_idx=pad_token_id)
+    config = model.config
+    old_embedding = model.get_input_embeddings().get_parameter("weight")
+    old_decoder = model.decoder.get_parameter("weight")
+    old_bias = model.decoder.get_parameter("bias")
+    config.vocab_size = count
+    config.pad_token_id = pad_token_id
+
+    embedding = nn.Embedding(count, config.hidden_size, padding_idx=pad_token_id)
     head = nn.Linear(config.hidden_size, count)
-    made.weight.copy_(mean_rows(embedding.weight, rows, count))
-    head.weight.copy_(mean_rows(decoder.weight, rows, count))
-    head.bias.copy_(mean_rows(decoder.bias[:, None], rows, count)[:, 0])
-    model.set_input_embeddings(made)
+    embedding.weight.copy_(mean_rows(old_embedding, rows, count))
+    head.weight.copy_(mean_rows(old_decoder, rows, count))
+    head.bias.copy_(mean_rows(old_bias[:, None], rows, count)[:, 0])
+
+    model.set_input_embeddings(embedding)
     model.set_output_embeddings(head)
     model.tie_weights()
+
+
+# ------------------------------------------------------------------------------------------------
+# tokens and their texts
+
+
+def wordpieces(
+    text: str, starts_word: bool, vocabulary: Mapping[str, int], prefix: str = "##"
+) -> tuple[list[int], bool]:
+    """Tokenize text into the longest matching tokens from left to right, like WordPiece.
+
+    Characters without a token are omitted, whereas WordPiece replaces the whole word by [UNK].
+
+    Args:
+        text: Word or part of a word, without `prefix`.
+        starts_word: Whether the text starts a word.
+        vocabulary: Ids of the tokens.
+        prefix: Mark of the tokens within words.
+
+    Returns:
+        Token ids, and whether they cover the whole text.
+    """
+    ids = []
+    is_covered = bool(text)
+    position = 0
+    while position < len(text):
+        mark = "" if starts_word and position == 0 else prefix
+        for end in range(len(text), position, -1):
+            token_id = vocabulary.get(mark + text[position:end])
+            if token_id is not None:
+                ids.append(token_id)
+                position = end
+                break
+        else:
+            is_covered = False
+            position += 1
+    return ids, is_covered
+
+
+class _TokenReader:
+    """Texts of the tokens of a tokenizer, and tokenization of text that may be within a word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = tokenizer.backend_tokenizer
+        self.tokenizer = tokenizer
+        self.vocabulary = tokenizer.get_vocab()
+        self.special_tokens = set(tokenizer.all_special_tokens)
+        self.model_type = type(backend.model).__name__
+        self.normalizer = backend.normalizer
+        self.prefix = getattr(backend.model, "continuing_subword_prefix", None) or "##"
+
+    def normalize(self, text: str) -> str:
+        """Return normalized text, such as text in lower case."""
+        return text if self.normalizer is None else self.normalizer.normalize_str(text).strip()
+
+    def text_of(self, token: str) -> _TokenText | None:
+        """Return the text that a token stands for; None for special and unused tokens."""
+        if token in self.special_tokens or _UNUSED.fullmatch(token):
+            return None
+        if self.model_type == "WordPiece":
+            return _TokenText(token.removeprefix(self.prefix), not token.startswith(self.prefix))
+        text = self.tokenizer.convert_tokens_to_string([token])
+        return _TokenText(text.strip(" "), token.startswith(_WORD_STARTS))
+
+    def tokenize(self, text: str, starts_word: bool) -> tuple[list[int], bool]:
+        """Tokenize text with a tokenizer of any type.
+
+        Args:
+            text: Word or part of a word.
+            starts_word: Whether the text starts a word.
+
+        Returns:
+            Token ids, and whether they cover the whole text.
+        """
+        text = self.normalize(text)
+        if self.model_type == "WordPiece":
+            return wordpieces(text, starts_word, self.vocabulary, self.prefix)
+        space = " " if starts_word else ""
+        ids = self.tokenizer(space + text, add_special_tokens=False)["input_ids"]
+        known = [i for i in ids if i != self.tokenizer.unk_token_id]
+        return known, len(known) == len(ids) > 0
+
+
+def _matching_roles(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the old id of each special token whose role both tokenizers have, {new token: id}."""
+    roles = {}
+    for role in _ROLES:
+        token = getattr(new, role)
+        old_id = getattr(old, f"{role}_id")
+        if token is not None and old_id is not None:
+            roles[token] = old_id
+    return roles
+
+
+def _find_row(token: str, old: _TokenReader, new: _TokenReader) -> tuple[list[int], str]:
+    """Return the old ids whose mean is the row of a new token, and their origin."""
+    if old.model_type == new.model_type and token in old.vocabulary:
+        return [old.vocabulary[token]], COPIED
+    token_text = new.text_of(token)
+    if token_text is None:
+        return [], REST
+
+    # A token of an uncased tokenizer also stands for the capitalized word.
+    text, starts_word = token_text
+    spellings = [text]
+    if starts_word and new.normalize("A") == "a":
+        spellings += [text.capitalize(), text.upper()]
+    for spelling in spellings:
+        ids, is_covered = old.tokenize(spelling, starts_word)
+        if is_covered and len(ids) == 1:
+            return ids, COPIED
+
+    # The position of the text in a word is less important than the text: the row of "\u00df" is a
+    # better start for "##\u00df" than the mean of all rows.
+    ids, is_covered = old.tokenize(text, starts_word)
+    other_ids, other_is_covered = old.tokenize(text, not starts_word)
+    if not is_covered and (other_is_covered or not ids):
+        ids = other_ids
+    return ids, MEAN if ids else REST

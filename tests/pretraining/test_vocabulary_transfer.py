@@ -1,6 +1,8 @@
-"""Pins the transplant of a vocabulary: which old rows each new piece is made of, by a table worked
-out by hand; that embedding, decoder and bias get the same means, tied or not; and that a run that
-starts so is continued exactly."""
+"""Test vocabulary transfer.
+
+The old rows of each new token equal a table computed by hand; embedding, decoder and bias get the
+same means, tied or untied; and such a run is resumed exactly.
+"""
 
 import json
 
@@ -16,7 +18,7 @@ from neobert.pretraining.vocabulary_transfer import (
     COPIED,
     MEAN,
     REST,
-    Rows,
+    RowSources,
     find_rows,
     mean_rows,
     replace_vocabulary,
@@ -43,7 +45,7 @@ def wordpiece(pieces, special=SPECIAL, **normalizer):
 
 
 def named(rows, old, new):
-    """{new piece: old pieces} of `Rows`."""
+    """{new piece: old pieces} of `RowSources`."""
     return {
         piece: old.convert_ids_to_tokens(rows.sources[number])
         for piece, number in new.get_vocab().items()
@@ -135,7 +137,7 @@ def test_what_another_kind_of_tokenizer_does_not_know_is_no_row_of_unknown():
 def test_rows_are_means_to_the_bit_where_there_is_one():
     torch.manual_seed(3)
     weight = torch.randn(6, 4)
-    rows = Rows([[2], [], [1, 5, 1], [0, 4]], [1, 3, 5], {})
+    rows = RowSources([[2], [], [1, 5, 1], [0, 4]], [1, 3, 5], {})
     new = mean_rows(weight, rows, 6)
     rest = (weight[1] + weight[3] + weight[5]) / 3
     expected = [weight[2], rest, (2 * weight[1] + weight[5]) / 3, (weight[0] + weight[4]) / 2]
@@ -150,7 +152,7 @@ def test_embedding_decoder_and_bias_follow(tied):
     with torch.no_grad():
         model.decoder.bias.copy_(torch.arange(7.0))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    rows = Rows([[6], [0], [], [1, 2]], [1, 2, 3], {})
+    rows = RowSources([[6], [0], [], [1, 2]], [1, 2, 3], {})
     replace_vocabulary(model, rows, 5, 1)
     after, names = model.state_dict(), ("model.encoder.weight", "decoder.weight")
     for name in names:
@@ -199,7 +201,7 @@ def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_pa
     run_of(arguments_of(corpus, tmp_path / "one", **given))
     tokenizer = load_tokenizer(str(folders["new"]))
     told = capsys.readouterr().err
-    assert f"{len(tokenizer)} rows of the vocabulary: 53 copied, 5 mean of old pieces" in told, told
+    assert f"{len(tokenizer)} rows of the vocabulary: 53 copied, 5 mean of old tokens" in told, told
     result = json.loads((tmp_path / "one" / "result.json").read_text())
     assert result["init_rows"] == {COPIED: 53, MEAN: 5, REST: 0}
     config = json.loads((tmp_path / "one" / "config.json").read_text())
