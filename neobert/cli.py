@@ -54,6 +54,12 @@ COMMANDS = {
     "export": Command(
         "Use a model", "Export a Hub folder to GGUF, ONNX or OpenVINO", "export.command"
     ),
+    "finetune": Command(
+        "Train and evaluate",
+        "Fine-tune a classifier, regression model or tagger on your own rows",
+        "finetuning.finetune",
+        ("eval", "accelerate", "datasets", "sklearn", "scipy", "matplotlib"),
+    ),
     "glue": Command(
         "Train and evaluate",
         "Fine-tune on GLUE and write its table",

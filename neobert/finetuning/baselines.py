@@ -1,16 +1,17 @@
-"""Baselines for text classification and regression, with standard errors.
+"""Metrics and baselines for text classification and regression, with standard errors.
 
     for result in baseline_results(train_texts, train_labels, test_texts, test_labels):
         print(result.name, result.metric, result.value, result.standard_error)
 
 A fine-tuned encoder is only worth its cost if it beats the majority class and a linear model on
 TF-IDF features, which take seconds. Texts are strings or pairs of strings. Labels are class numbers
-or names, or floats for regression.
+or names, floats for regression, or rows of 0 and 1 for several labels per text.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -19,6 +20,7 @@ from sklearn import metrics
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.multiclass import OneVsRestClassifier
 from sklearn.pipeline import FeatureUnion
 
 
@@ -37,11 +39,17 @@ METRICS: dict[str, Metric] = {
     "macro_f1": lambda labels, predictions: metrics.f1_score(
         labels, predictions, average="macro", zero_division=0.0
     ),
+    "micro_f1": lambda labels, predictions: metrics.f1_score(
+        labels, predictions, average="micro", zero_division=0.0
+    ),
     "matthews": metrics.matthews_corrcoef,
     "pearson": lambda labels, predictions: _correlation(scipy.stats.pearsonr, labels, predictions),
     "spearman": lambda labels, predictions: _correlation(
         scipy.stats.spearmanr, labels, predictions
     ),
+    # Of the numbers of correct, predicted and true entities or words per text, (N, 3).
+    "entity_f1": lambda labels, counts: _ratio(2 * counts[:, 0].sum(), counts[:, 1:].sum()),
+    "word_accuracy": lambda labels, counts: _ratio(counts[:, 0].sum(), counts[:, 2].sum()),
 }
 
 
@@ -138,11 +146,51 @@ def fit_baselines(
         return baselines
 
     features = _TextFeatures().fit(texts)
-    linear = Ridge(alpha=1.0) if regression else LogisticRegression(C=10.0, max_iter=1000)
+    linear = _linear_model(labels, regression, strength=1.0 if regression else 10.0)
     linear.fit(features.transform(texts), labels)
     name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
     predictions = linear.predict(features.transform(test_texts))
     return [*baselines, Baseline(name, predictions, len(labels))]
+
+
+def fit_embedding_baseline(
+    train_embeddings: np.ndarray,
+    train_labels: Labels,
+    validation_embeddings: np.ndarray,
+    validation_labels: Labels,
+    test_embeddings: np.ndarray,
+    metric: str,
+    regression: bool = False,
+) -> Baseline:
+    """Fit a linear model on embeddings, with the regularization that suits the validation rows.
+
+    Args:
+        train_embeddings: Embeddings of the training rows, (N, D).
+        metric: Key of `METRICS`.
+        regression: Whether labels are floats.
+    """
+    labels = np.asarray(train_labels)
+    scale = train_embeddings.std() or 1.0
+    strengths = (100.0, 10.0, 1.0, 0.1) if regression else (0.01, 0.1, 1.0, 10.0)
+    best_value = -math.inf
+    for strength in strengths:
+        candidate = _linear_model(labels, regression, strength)
+        candidate.fit(train_embeddings / scale, labels)
+        predictions = candidate.predict(validation_embeddings / scale)
+        value = METRICS[metric](np.asarray(validation_labels), predictions)
+        if value > best_value:
+            best_value = value
+            linear = candidate
+    name = f"frozen embeddings + {'ridge' if regression else 'logistic'} regression"
+    return Baseline(name, linear.predict(test_embeddings / scale), len(labels))
+
+
+def _linear_model(labels: np.ndarray, regression: bool, strength: float) -> Any:
+    """Return a ridge or logistic regression; `strength` is alpha or C."""
+    if regression:
+        return Ridge(alpha=strength)
+    model = LogisticRegression(C=strength, max_iter=1000)
+    return OneVsRestClassifier(model) if labels.ndim == 2 else model
 
 
 def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[float, float]:
@@ -157,6 +205,22 @@ def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[f
     if metric == "accuracy":
         return value, math.sqrt(value * (1 - value) / len(truth))
     return value, bootstrap_error(METRICS[metric], truth, predicted)
+
+
+def difference_and_error(
+    metric: str, labels: Labels, predictions: Labels, others: Labels
+) -> tuple[float, float]:
+    """Return how much better `predictions` are than `others`, and the standard error over rows.
+
+    Both are measured on the same rows, so the error is that of the paired difference.
+    """
+    truth = np.asarray(labels)
+    both = np.stack([np.asarray(predictions), np.asarray(others)], axis=1)
+
+    def difference(labels: np.ndarray, both: np.ndarray) -> float:
+        return METRICS[metric](labels, both[:, 0]) - METRICS[metric](labels, both[:, 1])
+
+    return float(difference(truth, both)), bootstrap_error(difference, truth, both)
 
 
 def bootstrap_error(metric: Metric, labels: np.ndarray, predictions: np.ndarray) -> float:
@@ -206,6 +270,11 @@ class _TextFeatures:
 def _parts(row: str | tuple[str, ...]) -> tuple[str, ...]:
     """Return the texts of a row."""
     return (row,) if isinstance(row, str) else tuple(row)
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Return part / whole, 0 for an empty whole."""
+    return float(part / whole) if whole else 0.0
 
 
 def _correlation(function: Callable, labels: np.ndarray, predictions: np.ndarray) -> float:

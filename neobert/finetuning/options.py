@@ -1,5 +1,7 @@
 """Options of `neobert glue` and the definition of one run. Imports neither torch nor transformers.
 
+`OPTIONS` contains the parsers of `neobert glue` and `neobert finetune`.
+
 recipes/glue.yaml contains the protocol of the paper and is read before the user's recipes.
 """
 
@@ -20,6 +22,7 @@ from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, identity, option
 from ..training.lora import LoraOptions
 from ..training.options import number_options
+from .finetune_options import FINETUNE
 from .tasks import HUB_DATA, Task
 
 
@@ -353,7 +356,8 @@ class GlueRun:
         return row / self.task.name / "_".join(parts)
 
 
-OPTIONS = {
+OPTIONS: dict[str, OptionParser] = {
+    "finetune": FINETUNE,
     "glue": OptionParser(
         "neobert glue",
         "Fine-tune an encoder on GLUE with the protocol of the paper, in full or with LoRA, with "
@@ -362,5 +366,5 @@ OPTIONS = {
         "neobert glue --task rte --model chandar-lab/NeoBERT",
         trainer_defaults={},
         default_recipes=(RECIPE,),
-    )
+    ),
 }

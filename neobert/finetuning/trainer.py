@@ -147,6 +147,8 @@ def make_trainer(
     callbacks: list[TrainerCallback] = []
     if patience is not None:
         callbacks.append(EarlyStoppingCallback(patience))
+    if args.eval_strategy == "steps":
+        callbacks.append(_EvaluateAtTheEnd())
     return trainer_class(
         model=model,
         args=args,
@@ -154,7 +156,7 @@ def make_trainer(
         eval_dataset=evaluation_rows,
         data_collator=data_collator,
         compute_metrics=compute_metrics,
-        callbacks=[*callbacks, _EvaluateAtTheEnd(), RunReport()],
+        callbacks=[*callbacks, RunReport()],
     )
 
 

@@ -1,0 +1,206 @@
+"""Baselines of a run on the same rows, and what fine-tuning is worth beside them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..embeddings.packed_encoder import PackedEncoder
+from .baselines import (
+    MAX_TRAIN_ROWS,
+    difference_and_error,
+    fit_baselines,
+    fit_embedding_baseline,
+    value_and_error,
+)
+from .evaluation import metric_inputs
+from .finetune_options import FinetuneOptions
+from .rows import REGRESSION, TOKENS, Examples, TextTask
+from .splits import Splits
+from .token_baselines import fit_token_baselines
+
+
+# A difference of fewer standard errors may be due to the choice of the test rows.
+CLEAR_ERRORS = 2.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Metrics of a model on the test rows.
+
+    Attributes:
+        name: Name for a table.
+        metrics: Values of the metrics.
+        errors: Standard errors of the metrics over test rows.
+        labels: Labels of the test rows, as metrics take them.
+        predictions: Predictions, as metrics take them.
+        train_rows: Number of rows that the model was fitted on.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    errors: dict[str, float]
+    labels: Any
+    predictions: np.ndarray
+    train_rows: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the metrics in JSON types."""
+        return {
+            "name": self.name,
+            "train_rows": self.train_rows,
+            "metrics": {
+                name: {"value": value, "standard_error": self.errors[name]}
+                for name, value in self.metrics.items()
+            },
+        }
+
+
+def measure(task: TextTask, name: str, labels: Sequence, predicted: Any, train_rows: int) -> Result:
+    """Return all metrics of a model on the test rows, with standard errors."""
+    truth, inputs = metric_inputs(task, labels, predicted)
+    values = {}
+    errors = {}
+    for metric in task.metrics:
+        values[metric], errors[metric] = value_and_error(metric, truth, inputs)
+    return Result(name, values, errors, truth, inputs, train_rows)
+
+
+def compare(metric: str, own: Result, others: Sequence[Result]) -> dict[str, Any]:
+    """Compare a fine-tuned model with the best of its baselines.
+
+    Returns:
+        "baseline": name of the best baseline; "difference" and "standard_error" of the paired
+        difference; "is_better"; and "statement", a sentence.
+    """
+    if not others:
+        return {"baseline": None, "is_better": None, "statement": "No baseline was measured."}
+
+    best = max(others, key=lambda other: other.metrics[metric])
+    difference, error = difference_and_error(metric, own.labels, own.predictions, best.predictions)
+    shown = f"{metric.replace('_', ' ')} {difference:+.3f} ± {error:.3f}"
+    if difference <= 0:
+        statement = (
+            f"Fine-tuning is not better than the best baseline, {best.name} ({shown}). Use the "
+            "baseline, use more rows, or change --learning-rate or --num-train-epochs."
+        )
+    elif difference < CLEAR_ERRORS * error:
+        statement = (
+            f"Fine-tuning is not clearly better than the best baseline, {best.name} ({shown}): "
+            "the difference is below two standard errors."
+        )
+    else:
+        statement = f"Fine-tuning is better than the best baseline, {best.name} ({shown})."
+    return {
+        "baseline": best.name,
+        "difference": difference,
+        "standard_error": error,
+        "is_better": difference > 0,
+        "statement": statement,
+    }
+
+
+class Baselines:
+    """Baselines of a run: a constant, linear models on TF-IDF features and on frozen embeddings.
+
+    Args:
+        task: Task of the rows.
+        splits: Rows.
+        options: Options of the command.
+        tokenizer: Tokenizer of the model.
+        max_length: Maximum sequence length in tokens.
+    """
+
+    def __init__(
+        self,
+        task: TextTask,
+        splits: Splits,
+        options: FinetuneOptions,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+    ) -> None:
+        self.task = task
+        self.splits = splits
+        self.options = options
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+
+    def results(self, metric: str) -> list[Result]:
+        """Fit the baselines on the training rows and measure them on the test rows.
+
+        Args:
+            metric: Metric that selects the regularization of the model on embeddings.
+        """
+        test = self.splits.test
+        if self.task.name == TOKENS:
+            tags = fit_token_baselines(
+                self.task,
+                self.splits.train,
+                test,
+                self.options.model.model,
+                self.tokenizer,
+                self.max_length,
+                self.options.model.trust_remote_code,
+            )
+            rows = len(self.splits.train)
+            return [measure(self.task, name, test.labels, row, rows) for name, row in tags.items()]
+
+        train = self.splits.train
+        is_regression = self.task.name == REGRESSION
+        fitted = fit_baselines(
+            _texts(train), _labels(train), _texts(test), regression=is_regression
+        )
+        if len(np.unique(_labels(train), axis=0)) > 1:
+            fitted.append(self._embedding_baseline(metric))
+        return [
+            measure(self.task, one.name, test.labels, one.predictions, one.train_rows)
+            for one in fitted
+        ]
+
+    def _embedding_baseline(self, metric: str) -> Any:
+        train = self.splits.train
+        if len(train) > MAX_TRAIN_ROWS:
+            order = np.random.default_rng(0).permutation(len(train))
+            train = train.select(order[:MAX_TRAIN_ROWS])
+        encoder = PackedEncoder(
+            self.options.model.model,
+            dtype="float32",
+            max_length=self.max_length,
+            trust_remote_code=self.options.model.trust_remote_code,
+        )
+        validation = self.splits.validation
+        return fit_embedding_baseline(
+            _embeddings(encoder, train),
+            _labels(train),
+            _embeddings(encoder, validation),
+            _labels(validation),
+            _embeddings(encoder, self.splits.test),
+            metric,
+            regression=self.task.name == REGRESSION,
+        )
+
+
+def _labels(examples: Examples) -> np.ndarray:
+    labels = np.asarray(examples.labels)
+    # Labels of a multi-label task are floats for the loss.
+    return labels.astype(np.int64) if labels.ndim == 2 else labels
+
+
+def _texts(examples: Examples) -> list[Any]:
+    """Return texts, or pairs of texts."""
+    is_pair = len(examples.texts[0]) > 1
+    return examples.texts if is_pair else [text for (text,) in examples.texts]
+
+
+def _embeddings(encoder: PackedEncoder, examples: Examples) -> np.ndarray:
+    """Return the embeddings of texts, or the features of pairs: u, v, |u - v| and u * v."""
+    columns = [
+        np.asarray(encoder.encode(list(column), show_progress_bar=False))
+        for column in zip(*examples.texts)
+    ]
+    if len(columns) == 1:
+        return columns[0]
+    first, second = columns
+    return np.hstack([first, second, abs(first - second), first * second])

@@ -1,0 +1,195 @@
+"""Evaluation of a fine-tuned model: predictions, metrics, and rows of its confusion matrix."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from .baselines import METRICS
+from .rows import MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
+from .tagging import OUTSIDE, find_entities, tag_counts, token_positions
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+# Label of tokens that the loss ignores.
+IGNORED = -100
+# Logit of all tags but `O` of a word that was truncated.
+_UNLIKELY = -30.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokenized rows of a part.
+
+    Attributes:
+        examples: Rows.
+        dataset: Input of the model.
+        positions: Index of the first token of each word of each row, -1 if truncated; for token
+            classification.
+        truncated: Number of rows that were truncated.
+    """
+
+    examples: Examples
+    dataset: "Dataset"
+    positions: list[np.ndarray]
+    truncated: int
+
+
+def tokenize(
+    task: TextTask, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> Part:
+    """Tokenize rows, and count those that are truncated."""
+    from datasets import Dataset
+
+    columns = [list(column) for column in zip(*examples.texts)]
+    complete = tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
+    truncated = sum(len(ids) > max_length for ids in complete)
+    is_tagged = task.name == TOKENS
+    encoded = dict(
+        tokenizer(
+            *columns,
+            truncation=True,
+            max_length=max_length,
+            return_offsets_mapping=is_tagged,
+        )
+    )
+    if not is_tagged:
+        dataset = Dataset.from_dict({**encoded, "labels": examples.labels})
+        return Part(examples, dataset, [], truncated)
+
+    numbers = {tag: number for number, tag in enumerate(task.labels)}
+    positions = []
+    labels = []
+    for offsets, words, tags in zip(encoded.pop("offset_mapping"), examples.words, examples.labels):
+        row_positions = token_positions(words, offsets)
+        row = np.full(len(offsets), IGNORED)
+        for position, tag in zip(row_positions, tags):
+            if position >= 0:
+                row[position] = numbers[tag]
+        positions.append(row_positions)
+        labels.append(row.tolist())
+    return Part(examples, Dataset.from_dict({**encoded, "labels": labels}), positions, truncated)
+
+
+def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarray]:
+    """Return the logits of the words of each row, arrays of shape (W, C).
+
+    Args:
+        logits: (N, L, C) logits of the tokens.
+    """
+    missing = np.full(len(task.labels), _UNLIKELY, dtype=np.float32)
+    outside = task.labels.index(OUTSIDE) if OUTSIDE in task.labels else 0
+    missing[outside] = 0.0
+    rows = []
+    for row, positions in zip(logits, part.positions):
+        words = row[np.maximum(positions, 0)].astype(np.float32)
+        words[positions < 0] = missing
+        rows.append(words)
+    return rows
+
+
+def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
+    """Return the predictions of rows.
+
+    Returns:
+        Class numbers (N,), zeros and ones (N, C), values (N,), or a list of tags per row.
+    """
+    if task.name == REGRESSION:
+        return logits[:, 0]
+    if task.name == MULTI_LABEL:
+        return (logits > 0).astype(np.int64)
+    if task.name == TOKENS:
+        return [
+            [task.labels[number] for number in words.argmax(axis=-1)]
+            for words in word_logits(task, part, logits)
+        ]
+    return logits.argmax(axis=-1)
+
+
+def metric_inputs(task: TextTask, labels: Sequence, predicted: Any) -> tuple[Any, np.ndarray]:
+    """Return labels and predictions in the form that `baselines.METRICS` take."""
+    if task.name == TOKENS:
+        counts = [tag_counts(truth, tags, task.bio) for truth, tags in zip(labels, predicted)]
+        return np.zeros(len(counts)), np.array(counts).reshape(-1, 3)
+    dtype = None if task.name == REGRESSION else np.int64
+    return np.asarray(labels, dtype=dtype), np.asarray(predicted)
+
+
+def metric_values(task: TextTask, labels: Sequence, predicted: Any) -> dict[str, float]:
+    """Return all metrics of a task."""
+    inputs = metric_inputs(task, labels, predicted)
+    return {name: float(METRICS[name](*inputs)) for name in task.metrics}
+
+
+def calibration_inputs(
+    task: TextTask, part: Part, logits: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits (N, C) and labels of the predictions of a classifier, of words for tags."""
+    if task.name != TOKENS:
+        return logits, np.asarray(part.examples.labels)
+    numbers = {tag: number for number, tag in enumerate(task.labels)}
+    rows = []
+    labels = []
+    for words, positions, tags in zip(
+        word_logits(task, part, logits), part.positions, part.examples.labels
+    ):
+        kept = np.flatnonzero(positions >= 0)
+        rows.append(words[kept])
+        labels += [numbers[tags[index]] for index in kept]
+    return np.concatenate(rows), np.array(labels, dtype=np.int64)
+
+
+def label_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[str, Any]]:
+    """Return precision, recall, F1 and the number of test rows of every label or entity type."""
+    if task.name == REGRESSION:
+        return []
+    if task.name == TOKENS:
+        return _tag_table(task, labels, predicted)
+
+    from sklearn.metrics import precision_recall_fscore_support
+
+    truth = np.asarray(labels, dtype=np.int64)
+    columns = precision_recall_fscore_support(
+        truth, predicted, labels=range(len(task.labels)), zero_division=0.0
+    )
+    return [_table_row(name, *map(float, values)) for name, *values in zip(task.labels, *columns)]
+
+
+def _table_row(
+    name: str, precision: float, recall: float, f1: float, count: float
+) -> dict[str, Any]:
+    return {"label": name, "precision": precision, "recall": recall, "f1": f1, "rows": int(count)}
+
+
+def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[str, Any]]:
+    """Return the table of entity types, or of plain tags over words."""
+    counts: dict[str, np.ndarray] = {}
+    for truth, tags in zip(labels, predicted):
+        bounds = [(index, index + 1) for index in range(len(truth))]
+        true_items = {*find_entities(truth, bounds, task.bio)}
+        predicted_items = {*find_entities(tags, bounds, task.bio)}
+        for column, items in enumerate((true_items & predicted_items, predicted_items, true_items)):
+            for item in items:
+                counts.setdefault(item.label, np.zeros(3))[column] += 1
+    rows = []
+    for label in sorted(counts):
+        correct, guessed, true = counts[label]
+        precision = correct / guessed if guessed else 0.0
+        recall = correct / true if true else 0.0
+        f1 = 2 * correct / (guessed + true)
+        rows.append(_table_row(label, precision, recall, f1, true))
+    return rows
+
+
+def confusion(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:
+    """Return the numbers of test rows per label (row) and prediction (column), if there are any."""
+    if task.name in (REGRESSION, MULTI_LABEL, TOKENS):
+        return None
+    matrix = np.zeros((len(task.labels), len(task.labels)), dtype=int)
+    np.add.at(matrix, (np.asarray(labels), np.asarray(predicted)), 1)
+    return matrix.tolist()

@@ -1,0 +1,438 @@
+"""`neobert finetune`: fine-tune an encoder on your own rows, and compare it with baselines.
+
+    neobert finetune reviews.csv --text-column review --label-column stars \\
+        --model examples/sentence-encoder --output runs/reviews
+
+The task is inferred from the rows: classification of texts or pairs, with one or several labels,
+regression, or token classification. The output directory contains the model with its code and
+tokenizer, README.md, metrics.json, plots, and task.json, which `neobert predict` reads.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import EvalPrediction
+
+from ..common import __version__
+from ..common.errors import UserError, one_line
+from ..common.files import read_json, write_json
+from ..common.folders import check_disjoint
+from ..common.identity import known_by
+from ..common.loading import check_model, check_vocabulary, load_tokenizer, text_limit
+from ..common.options import identity, log_options
+from ..common.output import Output
+from ..common.pooling import pooling_mode
+from ..common.tables import markdown_table
+from ..training.checkpoints import spent
+from ..training.lora import trainable_parameters
+from ..training.optimization import default_learning_rate
+from ..training.options import number_options, training_arguments
+from ..training.run import run_environment, run_once
+from .calibration import calibrate
+from .comparison import Baselines, Result, compare, measure
+from .evaluation import (
+    Part,
+    calibration_inputs,
+    confusion,
+    label_table,
+    metric_values,
+    predictions,
+    tokenize,
+)
+from .finetune_card import write_card
+from .finetune_options import FINETUNE, FinetuneOptions
+from .model import encoder_hidden_size, load_classifier
+from .plots import plot_confusion, plot_label_f1, plot_learning_curve, plot_values
+from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
+from .splits import Splits, read_splits
+from .trainer import (
+    FIXED,
+    FinetuneTrainer,
+    add_adapters,
+    make_trainer,
+    memory_result,
+    output_logits,
+    process_state,
+    save_model,
+)
+
+
+logger = logging.getLogger("neobert.finetuning")
+
+TASK_FILE = "task.json"
+LORA_LEARNING_RATE = 3e-4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert finetune TRAIN --model M --output O`, and return the exit code."""
+    options = FINETUNE.read(sys.argv[1:] if argv is None else argv)
+    is_main = process_state().is_main_process
+    logger.disabled = not is_main
+    if is_main:
+        log_options(options)
+    result = finetune(options)
+    if is_main:
+        print(result_table(result))
+        logger.info(result["comparison"]["statement"])
+        if result["warning"]:
+            logger.warning("Warning: %s", result["warning"])
+        logger.info(
+            "%s: classify a file with: neobert predict INPUT OUTPUT --model %s",
+            options.model.output,
+            options.model.output,
+        )
+    return 0
+
+
+def finetune(options: FinetuneOptions) -> dict[str, Any]:
+    """Fine-tune a model and write its directory, unless the run has finished before.
+
+    An interrupted run resumes from its last complete checkpoint.
+
+    Returns:
+        The content of result.json: task, metrics, baselines, calibration, history.
+
+    Raises:
+        UserError: If the input is not valid.
+        Stopped: If SIGTERM was received; a checkpoint has been written.
+    """
+    model = options.model.model
+    data = options.data
+    output = options.model.output
+    check_model(model)
+    inputs = [data.train, data.validation_file, data.test_file, model]
+    check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
+    task, splits = read_splits(data, _known_labels(options))
+    metric = options.evaluation.metric or task.metrics[0]
+    if metric not in task.metrics:
+        raise UserError(
+            f"`metric` must be one of {', '.join(task.metrics)} for this task, got {metric!r}."
+        )
+
+    checkpoints = Path(output) / "checkpoints"
+    training = _training_arguments(options, checkpoints)
+    settings = run_identity(options, task, splits, metric, training)
+    run = Finetuning(options, task, splits, metric, training)
+    return run_once(
+        Output(output, "finetune", settings), run.build, run.save, checkpoint_folder=checkpoints
+    )
+
+
+def run_identity(
+    options: FinetuneOptions,
+    task: TextTask,
+    splits: Splits,
+    metric: str,
+    training: TrainingArguments,
+) -> dict[str, Any]:
+    """Return what identifies a run: options, digests of the rows and of the model."""
+    return {
+        **identity(options),
+        **number_options(options.trainer),
+        "metric": metric,
+        "task": asdict(task),
+        "model": known_by(options.model.model),
+        "rows": [part.digest() for part in (splits.train, splits.validation, splits.test)],
+        "learning_rate": training.learning_rate,
+        "processes": training.world_size,
+    }
+
+
+def _known_labels(options: FinetuneOptions) -> dict[str, int] | None:
+    """Return the label numbers of a model that is a classifier already."""
+    try:
+        config = AutoConfig.from_pretrained(
+            options.model.model, trust_remote_code=options.model.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{options.model.model} cannot be loaded: {one_line(error)}.") from error
+    labels = getattr(config, "label2id", None)
+    return {str(name): number for name, number in labels.items()} if labels else None
+
+
+def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArguments:
+    """Return the TrainingArguments of a run, with the learning rate of the encoder's size."""
+    trainer = dict(options.trainer)
+    if "learning_rate" not in trainer:
+        hidden_size = encoder_hidden_size(options.model.model, options.model.trust_remote_code)
+        rate = default_learning_rate(hidden_size or 768)
+        trainer["learning_rate"] = max(rate, LORA_LEARNING_RATE) if options.lora.lora else rate
+        logger.info(
+            "Learning rate %.2g, the default for a hidden size of %s%s.",
+            trainer["learning_rate"],
+            hidden_size or "unknown",
+            " with LoRA" if options.lora.lora else "",
+        )
+    import torch
+
+    trainer.setdefault("dataloader_pin_memory", torch.cuda.is_available())
+    return training_arguments(folder, trainer, FIXED)
+
+
+class Finetuning:
+    """One run: builds the trainer, and saves the model with its evaluation.
+
+    Args:
+        options: Options of the command.
+        task: Task of the rows.
+        splits: Rows.
+        metric: Metric that selects the checkpoint.
+        training: Arguments of the trainer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    parts: dict[str, Part]
+    max_length: int
+
+    def __init__(
+        self,
+        options: FinetuneOptions,
+        task: TextTask,
+        splits: Splits,
+        metric: str,
+        training: TrainingArguments,
+    ) -> None:
+        self.options = options
+        self.task = task
+        self.splits = splits
+        self.metric = metric
+        self.training = training
+
+    @property
+    def auto_class(self) -> Any:
+        """Auto class of transformers that loads the model."""
+        if self.task.name == TOKENS:
+            return AutoModelForTokenClassification
+        return AutoModelForSequenceClassification
+
+    def build(self) -> FinetuneTrainer:
+        """Load the model, with an adapter for LoRA, tokenize the rows, and return the trainer."""
+        options = self.options
+        name = options.model.model
+        trust_remote_code = options.model.trust_remote_code
+        self.tokenizer = load_tokenizer(name, trust_remote_code)
+        if self.task.name == TOKENS and not self.tokenizer.is_fast:
+            raise UserError(
+                "token classification requires a tokenizer with character offsets (a "
+                f"tokenizer.json), got one written in Python in {name}."
+            )
+
+        set_seed(self.training.seed)
+        model, new_head = load_classifier(
+            name,
+            self.task.labels,
+            self.task.problem_type,
+            head_dropout=options.model.head_dropout,
+            trust_remote_code=trust_remote_code,
+            pooling=options.model.classifier_pooling or _encoder_pooling(name),
+            auto_class=self.auto_class,
+        )
+        check_vocabulary(self.tokenizer, model, name)
+        limit = text_limit(model, self.tokenizer)
+        self.max_length = min(options.data.max_length, limit or options.data.max_length)
+        lora = options.lora.settings()
+        if lora:
+            task_type = "TOKEN_CLS" if self.task.name == TOKENS else "SEQ_CLS"
+            model = add_adapters(model, lora, new_head, task_type)
+
+        self._tokenize()
+        collator: Any = DataCollatorWithPadding(self.tokenizer)
+        if self.task.name == TOKENS:
+            collator = DataCollatorForTokenClassification(self.tokenizer)
+        trainer: FinetuneTrainer = make_trainer(
+            FinetuneTrainer,
+            model,
+            self.training,
+            self.parts["train"].dataset,
+            self.parts["validation"].dataset,
+            collator,
+            self._metrics,
+            options.evaluation.patience,
+        )
+        trainer.new_head = new_head
+        return trainer
+
+    def _tokenize(self) -> None:
+        parts = {"train": self.splits.train, "validation": self.splits.validation}
+        parts["test"] = self.splits.test
+        self.parts = {
+            name: tokenize(self.task, part, self.tokenizer, self.max_length)
+            for name, part in parts.items()
+        }
+        counts = {name: part.truncated for name, part in self.parts.items()}
+        if any(counts.values()):
+            shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            logger.warning(
+                "Warning: texts of more than %s tokens are truncated: %s. Raise --max-length to "
+                "use all of their tokens.",
+                f"{self.max_length:,}",
+                shown,
+            )
+
+    def _metrics(self, output: EvalPrediction) -> dict[str, float]:
+        part = self.parts["validation"]
+        predicted = predictions(self.task, part, output_logits(output))
+        values = metric_values(self.task, part.examples.labels, predicted)
+        return {**values, "score": values[self.metric]}
+
+    def save(self, trainer: FinetuneTrainer, folder: Path) -> dict[str, Any]:
+        """Write the model and its evaluation into a directory, and return the result."""
+        validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
+        test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
+        result = self._evaluate(trainer, validation_logits, test_logits)
+        if not trainer.is_world_process_zero():
+            return {}
+
+        reload = save_model(
+            trainer,
+            self.tokenizer,
+            model_folder=folder,
+            adapter_folder=folder / "adapter" if self.options.lora.lora else None,
+            auto_class=self.auto_class,
+            trust_remote_code=self.options.model.trust_remote_code,
+        )
+        result.update(reload)
+        temperature = (result["calibration"] or {}).get("temperature", 1.0)
+        write_json(folder / TASK_FILE, task_record(self.task, self.max_length, temperature))
+        self._plot(result, test_logits, folder)
+        write_json(folder / "metrics.json", result)
+        write_card(folder, self.options, self.task, result, run_environment(self.training))
+        return result
+
+    def _evaluate(
+        self, trainer: FinetuneTrainer, validation_logits: np.ndarray, test_logits: np.ndarray
+    ) -> dict[str, Any]:
+        """Return the result of a run, without its files."""
+        task = self.task
+        test = self.parts["test"]
+        predicted = predictions(task, test, test_logits)
+        own = measure(task, "fine-tuned", test.examples.labels, predicted, len(self.splits.train))
+
+        others: list[Result] = []
+        if self.options.evaluation.baselines and trainer.is_world_process_zero():
+            logger.info("Fitting the baselines on the training rows.")
+            baselines = Baselines(task, self.splits, self.options, self.tokenizer, self.max_length)
+            others = baselines.results(self.metric)
+
+        calibration = None
+        if task.name != REGRESSION:
+            fitted = calibrate(
+                calibration_inputs(task, self.parts["validation"], validation_logits),
+                calibration_inputs(task, test, test_logits),
+                multi_label=task.name == MULTI_LABEL,
+            )
+            calibration = asdict(fitted)
+
+        history = trainer.evaluation_history()
+        step = trainer.state.best_global_step
+        selected = next((entry for entry in history if entry["step"] == step), history[-1])
+        losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+        trained, total = trainable_parameters(trainer.model)
+        return {
+            "task": task.name,
+            "description": task.describe(),
+            "data": Path(self.options.data.train.rstrip("/")).name,
+            "start": self.options.model.model,
+            "labels": list(task.labels),
+            "metric": self.metric,
+            "rows": self.splits.sizes(),
+            "truncated": {name: part.truncated for name, part in self.parts.items()},
+            "max_length": self.max_length,
+            "fine_tuned": own.record(),
+            "baselines": [other.record() for other in others],
+            "comparison": compare(self.metric, own, others),
+            "warning": _single_class_warning(task, predicted),
+            "calibration": calibration,
+            "label_table": label_table(task, test.examples.labels, predicted),
+            "confusion_matrix": confusion(task, test.examples.labels, predicted),
+            "selected": {"step": selected["step"], "epoch": selected.get("epoch")},
+            "history": history,
+            "losses": [[entry["epoch"], entry["loss"]] for entry in losses],
+            "learning_rate": self.training.learning_rate,
+            "parameters": {"trained": trained, "all": total},
+            "seconds": spent(trainer)["seconds"],
+            **memory_result(trainer.memory),
+        }
+
+    def _plot(self, result: dict[str, Any], test_logits: np.ndarray, folder: Path) -> None:
+        plot_learning_curve(
+            result["history"],
+            result["losses"],
+            self.metric,
+            result["selected"]["epoch"],
+            folder / "learning_curve.png",
+        )
+        if self.task.name == REGRESSION:
+            labels = np.asarray(self.parts["test"].examples.labels)
+            plot_values(labels, test_logits[:, 0], folder / "predictions.png")
+        elif self.task.name == CLASSIFICATION:
+            matrix = result["confusion_matrix"]
+            plot_confusion(matrix, self.task.labels, folder / "confusion_matrix.png")
+        else:
+            plot_label_f1(result["label_table"], folder / "label_f1.png")
+
+
+def task_record(task: TextTask, max_length: int, temperature: float) -> dict[str, Any]:
+    """Return the content of task.json, which `neobert predict` reads."""
+    return {
+        "task": task.name,
+        "text_columns": list(task.text_columns),
+        "labels": list(task.labels),
+        "bio": task.bio,
+        "max_length": max_length,
+        "temperature": temperature,
+        "version": __version__,
+    }
+
+
+def result_table(result: dict[str, Any]) -> str:
+    """Return the metrics of the model and of its baselines as a table."""
+    names = list(result["fine_tuned"]["metrics"])
+    rows = []
+    for entry in (result["fine_tuned"], *result["baselines"]):
+        cells = [entry["name"]]
+        for name in names:
+            metric = entry["metrics"][name]
+            cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
+        rows.append(cells)
+    return markdown_table(["model", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _encoder_pooling(model: str) -> str | None:
+    """Return the pooling of a sentence encoder if a head has it: "mean" or "cls", or None."""
+    path = Path(model) / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    mode = pooling_mode(read_json(path))
+    return mode if mode in ("mean", "cls") else None
+
+
+def _single_class_warning(task: TextTask, predicted: Any) -> str | None:
+    """Return a warning if nothing was learned."""
+    if task.name == REGRESSION:
+        is_constant = np.ptp(predicted) == 0
+        what = "predicts the same value for"
+    elif task.name == TOKENS:
+        is_constant = len({tag for tags in predicted for tag in tags}) < 2
+        what = "predicts the same tag for all words of"
+    else:
+        is_constant = len(np.unique(predicted, axis=0)) == 1
+        what = "predicts the same label for"
+    if not is_constant:
+        return None
+    return f"the model {what} every test row. Change --learning-rate, or raise --num-train-epochs."

@@ -1,0 +1,445 @@
+"""Rows of `neobert finetune`: texts and labels in any columns, and the task that they describe."""
+
+import hashlib
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..common import data
+from ..common.errors import UserError, listed, shortened
+from .tagging import Bounds, bio_names, is_bio, join_words, split_words, tags_from_spans, to_bio
+
+
+logger = logging.getLogger("neobert.finetuning")
+
+CLASSIFICATION = "classification"
+MULTI_LABEL = "multi-label"
+REGRESSION = "regression"
+TOKENS = "tokens"
+
+# Whole numbers with more different values than this are quantities.
+_MAX_NUMERIC_CLASSES = 50
+_TEXT_COLUMNS = ("text", "sentence", "tokens")
+_LABEL_COLUMNS = ("label", "labels", "tags", "ner_tags", "entities", "spans", "score")
+_METRICS = {
+    CLASSIFICATION: ("accuracy", "macro_f1", "matthews"),
+    MULTI_LABEL: ("micro_f1", "macro_f1", "accuracy"),
+    REGRESSION: ("spearman", "pearson"),
+    TOKENS: ("entity_f1",),
+}
+_PROBLEMS = {
+    CLASSIFICATION: "single_label_classification",
+    MULTI_LABEL: "multi_label_classification",
+    REGRESSION: "regression",
+    TOKENS: None,
+}
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Task that labeled rows describe.
+
+    Attributes:
+        name: "classification", "multi-label", "regression" or "tokens".
+        text_columns: Column of the text, or the two columns of a pair.
+        label_columns: Column of the label, or the columns of 0 and 1.
+        labels: Class or tag names in the order of their numbers; empty for regression.
+        bio: Whether tags are those of the BIO scheme.
+    """
+
+    name: str
+    text_columns: tuple[str, ...]
+    label_columns: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    bio: bool = False
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics, the default one first."""
+        if self.name == TOKENS and not self.bio:
+            return ("word_accuracy",)
+        return _METRICS[self.name]
+
+    @property
+    def problem_type(self) -> str | None:
+        """`problem_type` of the model's configuration."""
+        return _PROBLEMS[self.name]
+
+    def describe(self) -> str:
+        """Return the task in words: "classification of pairs with 3 labels"."""
+        if self.name == TOKENS:
+            scheme = "entities of the types" if self.bio else "words with the tags"
+            types = sorted({name.removeprefix("B-") for name in self.labels if name[:2] != "I-"})
+            return f"token classification: {scheme} {listed(types, 10)}"
+        unit = "pairs" if len(self.text_columns) == 2 else "texts"
+        if self.name == REGRESSION:
+            return f"regression of {unit}"
+        name = "multi-label classification" if self.name == MULTI_LABEL else "classification"
+        return f"{name} of {unit} with {len(self.labels)} labels: {listed(self.labels, 10)}"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """N labeled rows of a task.
+
+    Attributes:
+        texts: One or two texts per row.
+        labels: Per row a class number; a list of 0 and 1, one per class; a float; or a list of
+            tags, one per word.
+        words: Bounds of the words of each text, for token classification.
+    """
+
+    texts: list[tuple[str, ...]]
+    labels: list[Any]
+    words: list[Bounds]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, indices: Iterable[int]) -> "Examples":
+        """Return the rows at the indices."""
+        rows = list(indices)
+        return Examples(
+            texts=[self.texts[i] for i in rows],
+            labels=[self.labels[i] for i in rows],
+            words=[self.words[i] for i in rows] if self.words else [],
+        )
+
+    def digest(self) -> str:
+        """Return a digest of 12 hexadecimal digits of the rows."""
+        content = json.dumps([self.texts, self.labels, self.words])
+        return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """Rows of a file as they are.
+
+    Attributes:
+        source: File, directory, glob or URL.
+        texts: Values of the text columns.
+        labels: Values of the label columns; a single value is not in a list.
+        omitted: Number of rows without a text or a label, which are left out.
+        names: Class names that a parquet file stores, in the order of their numbers.
+    """
+
+    source: str
+    texts: list[tuple[Any, ...]]
+    labels: list[Any]
+    omitted: int = 0
+    names: tuple[str, ...] = ()
+
+
+def find_columns(
+    source: str, text_columns: Sequence[str] | None, label_columns: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the text columns and the label columns of a source.
+
+    Raises:
+        UserError: If the source has no rows, or a column is missing or cannot be inferred.
+    """
+    first = next(data.rows(source), None)
+    if first is None:
+        raise UserError(f"{source} must contain at least one row, got none.")
+
+    def choose(columns: Sequence[str] | None, usual: Sequence[str], name: str) -> tuple[str, ...]:
+        if columns is None:
+            columns = [column for column in usual if column in first][:1]
+        missing = [column for column in columns if column not in first]
+        if missing or not columns:
+            wanted = repr(missing[0]) if missing else " or ".join(usual)
+            raise UserError(
+                f"{source} has no column {wanted}; it has {listed(first)}. Pass --{name}-column."
+            )
+        return tuple(columns)
+
+    texts = choose(text_columns, _TEXT_COLUMNS, "text")
+    labels = choose(label_columns, _LABEL_COLUMNS, "label")
+    if both := sorted(set(texts) & set(labels)):
+        raise UserError(
+            f"`text_column` and `label_column` must be different columns, got {listed(both)}."
+        )
+    return texts, labels
+
+
+def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[str]) -> RawRows:
+    """Return the rows of a source that have a text and a label.
+
+    Raises:
+        UserError: If the source cannot be read, or no row has both.
+    """
+    texts = []
+    labels = []
+    omitted = 0
+    for row in data.rows(source, [*text_columns, *label_columns]):
+        row_texts = tuple(row[name] for name in text_columns)
+        values = [_parsed(row[name]) for name in label_columns]
+        if any(_is_missing(value) for value in (*row_texts, *values)):
+            omitted += 1
+            continue
+        texts.append(row_texts)
+        labels.append(values if len(values) > 1 else values[0])
+    if not texts:
+        raise UserError(
+            f"{source} must contain rows with a text and a label, got {omitted:,} rows without."
+        )
+    return RawRows(source, texts, labels, omitted, _class_names(source, label_columns))
+
+
+def infer_task(
+    raw: RawRows, text_columns: Sequence[str], label_columns: Sequence[str], name: str = "auto"
+) -> TextTask:
+    """Return the task that rows describe, without its labels.
+
+    Args:
+        name: Name of the task, or "auto" to infer the task.
+    """
+    if name == "auto":
+        name = _infer_name(raw, label_columns)
+    if name == TOKENS and len(text_columns) > 1:
+        raise UserError("token classification needs one text column, got two.")
+    return TextTask(name, tuple(text_columns), tuple(label_columns))
+
+
+def encode_rows(
+    task: TextTask, parts: Sequence[RawRows], known: Mapping[str, int] | None = None
+) -> tuple[TextTask, list[Examples]]:
+    """Return a task with its labels, and the rows of every part with encoded labels.
+
+    Args:
+        task: Task without labels.
+        parts: Rows of files. The labels are those of all files.
+        known: Label numbers of the model to start from. They are kept if its labels are the same.
+
+    Raises:
+        UserError: If a value cannot be a label or a text of the task.
+    """
+    if task.name == TOKENS:
+        return _encode_tags(task, parts)
+
+    texts = [_texts(part) for part in parts]
+    values = [
+        [_label(task, part, number, value) for number, value in enumerate(part.labels)]
+        for part in parts
+    ]
+    if task.name == REGRESSION:
+        return task, [Examples(rows, labels, []) for rows, labels in zip(texts, values)]
+
+    used: Counter = Counter()
+    for part_labels in values:
+        for label in part_labels:
+            used.update(label if task.name == MULTI_LABEL else [label])
+    names = parts[0].names or (task.label_columns if len(task.label_columns) > 1 else ())
+    if not set(used) <= set(names):
+        names = ()
+    labels = tuple(names) or _ordered(used)
+    if known is not None and set(known) == set(labels):
+        labels = tuple(sorted(known, key=lambda label: known[label]))
+    if len(labels) < 2 and task.name == CLASSIFICATION:
+        raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
+
+    task = replace(task, labels=labels)
+    numbers = {label: number for number, label in enumerate(labels)}
+    encoded = []
+    for rows, row_labels in zip(texts, values):
+        if task.name == MULTI_LABEL:
+            coded: list[Any] = [[float(name in label) for name in labels] for label in row_labels]
+        else:
+            coded = [numbers[label] for label in row_labels]
+        encoded.append(Examples(rows, coded, []))
+    return task, encoded
+
+
+# ------------------------------------------------------------------------------------------------
+# values
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _parsed(value: Any) -> Any:
+    """Return a value, and the list that the text of a table's cell contains."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        return parsed if isinstance(parsed, list) else value
+    return value
+
+
+def _number(value: Any) -> float | None:
+    """Return the number that a value is, or None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _name(value: Any) -> str:
+    """Return the name of a class. The number 1.0 of a column of floats has the name "1"."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def _ordered(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names in their order: that of numbers, if all of them are, or alphabetical."""
+    distinct = sorted(names)
+    numbers = {name: _number(name) for name in distinct}
+    if all(number is not None for number in numbers.values()):
+        return tuple(sorted(distinct, key=lambda name: numbers[name] or 0.0))
+    return tuple(distinct)
+
+
+def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the class names that `datasets` stores in a parquet file."""
+    file = data.files(source)[0]
+    if file.format != ".parquet" or len(label_columns) > 1:
+        return ()
+    metadata = (data.schema(file).metadata or {}).get(b"huggingface")
+    if metadata is None:
+        return ()
+    feature = json.loads(metadata)["info"]["features"].get(label_columns[0], {})
+    feature = feature.get("feature", feature)
+    return tuple(feature.get("names", ()))
+
+
+def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
+    if len(label_columns) > 1:
+        return MULTI_LABEL
+    if all(isinstance(value, list) for value in raw.labels):
+        is_split = all(isinstance(text, list) for (text, *_) in raw.texts)
+        items = [item for value in raw.labels for item in value]
+        has_spans = bool(items) and all(isinstance(item, dict) for item in items)
+        return TOKENS if is_split or has_spans else MULTI_LABEL
+
+    numbers = [_number(value) for value in raw.labels]
+    if raw.names or any(number is None for number in numbers):
+        return CLASSIFICATION
+    is_whole = all(float(number or 0).is_integer() for number in numbers)
+    is_small = len(set(numbers)) <= _MAX_NUMERIC_CLASSES
+    return CLASSIFICATION if is_whole and is_small else REGRESSION
+
+
+def _texts(part: RawRows) -> list[tuple[str, ...]]:
+    rows = []
+    for number, row in enumerate(part.texts):
+        for text in row:
+            if not isinstance(text, str):
+                raise _row_error(part, number, "a text must be a string", text)
+        rows.append(row)
+    return rows
+
+
+def _row_error(part: RawRows, number: int, rule: str, value: Any) -> UserError:
+    shown = shortened(json.dumps(value, default=str), 60)
+    return UserError(f"{part.source}, labeled row {number + 1:,}: {rule}, got {shown}.")
+
+
+def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
+    """Return a float, a class name, or a list of class names."""
+    if task.name == REGRESSION:
+        label = _number(value)
+        if label is None:
+            raise _row_error(part, number, "the label of a regression must be a number", value)
+        return label
+
+    def name(item: Any) -> str:
+        if isinstance(item, (list, dict)):
+            raise _row_error(part, number, "a label must be a word or a number", value)
+        if part.names and isinstance(item, int) and item < len(part.names):
+            return part.names[item]
+        return _name(item)
+
+    if task.name == CLASSIFICATION:
+        return name(value)
+    if len(task.label_columns) > 1:
+        flags = [_number(item) if not isinstance(item, bool) else float(item) for item in value]
+        if not set(flags) <= {0.0, 1.0}:
+            raise _row_error(part, number, "label columns must contain 0 and 1", value)
+        return [column for column, flag in zip(task.label_columns, flags) if flag]
+    if not isinstance(value, list):
+        raise _row_error(part, number, "several labels must be a list", value)
+    return [name(item) for item in value]
+
+
+def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, list[Examples]]:
+    """Return a task of token classification with its tags, and the rows of every part."""
+    encoded = []
+    for part in parts:
+        rows = [_tagged(part, number) for number in range(len(part.texts))]
+        encoded.append(
+            Examples(
+                texts=[(text,) for text, _, _, _ in rows],
+                labels=[tags for _, tags, _, _ in rows],
+                words=[words for _, _, words, _ in rows],
+            )
+        )
+        if lost := sum(count for *_, count in rows):
+            logger.warning(
+                "Warning: %s: %s spans are left out, because they overlap another span or contain "
+                "no word.",
+                part.source,
+                f"{lost:,}",
+            )
+
+    names = {tag for examples in encoded for tags in examples.labels for tag in tags}
+    bio = is_bio(names)
+    if bio:
+        for examples in encoded:
+            examples.labels[:] = [to_bio(tags) for tags in examples.labels]
+        types = sorted({name[2:] for name in names if name[1:2] == "-"})
+        if not types:
+            raise UserError(f"{parts[0].source} must contain an entity, got none.")
+        labels = bio_names(types)
+    else:
+        labels = sorted(names)
+    return replace(task, labels=tuple(labels), bio=bio), encoded
+
+
+def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
+    """Return the text, the tags, the bounds of the words, and the number of lost spans of a row."""
+    (text,) = part.texts[number]
+    value = part.labels[number]
+    if isinstance(text, str) and isinstance(value, list) and _are_spans(value):
+        for span in value:
+            if not 0 <= span["start"] < span["end"] <= len(text):
+                raise _row_error(part, number, "a span must be inside the text", span)
+        words = split_words(text)
+        tags, lost = tags_from_spans(value, words)
+        return text, tags, words, lost
+
+    tokens = text.split() if isinstance(text, str) else text
+    tags = value.split() if isinstance(value, str) else value
+    is_list = isinstance(tokens, list) and isinstance(tags, list)
+    if not is_list or len(tokens) != len(tags):
+        rule = "tokens and tags must be lists of the same length, or spans of a text"
+        raise _row_error(part, number, rule, value)
+    if part.names:
+        tags = [part.names[tag] if isinstance(tag, int) else tag for tag in tags]
+    if not all(isinstance(item, str) for item in (*tokens, *tags)):
+        raise _row_error(part, number, "tokens and tags must be strings", value)
+    joined, words = join_words(tokens)
+    return joined, list(tags), words, 0
+
+
+def _are_spans(values: Sequence[Any]) -> bool:
+    """Return whether values are spans: mappings with "start", "end" and "label"."""
+    return all(
+        isinstance(item, dict)
+        and isinstance(item.get("start"), int)
+        and isinstance(item.get("end"), int)
+        and isinstance(item.get("label"), str)
+        for item in values
+    )

@@ -1,0 +1,173 @@
+"""Splits of labeled rows into training, validation and test rows."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..common.errors import UserError
+from .finetune_options import DataOptions
+from .rows import (
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    Examples,
+    RawRows,
+    TextTask,
+    encode_rows,
+    find_columns,
+    infer_task,
+    read_rows,
+)
+
+
+logger = logging.getLogger("neobert.finetuning")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows of a run.
+
+    Attributes:
+        train: Rows to train on.
+        validation: Rows that select the checkpoint.
+        test: Rows that measure the result.
+    """
+
+    train: Examples
+    validation: Examples
+    test: Examples
+
+    def sizes(self) -> dict[str, int]:
+        """Return the numbers of rows."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: len(part) for name, part in parts.items()}
+
+
+def read_splits(
+    options: DataOptions, known_labels: dict[str, int] | None = None
+) -> tuple[TextTask, Splits]:
+    """Read the rows of a run, infer its task, and split the rows.
+
+    Args:
+        options: Options of the command.
+        known_labels: Label numbers of the model to start from.
+
+    Raises:
+        UserError: If the rows cannot be read, or there are too few.
+    """
+    columns = find_columns(options.train, options.text_column, options.label_column)
+    files = [options.train, options.validation_file, options.test_file]
+    raw = [read_rows(source, *columns) if source else None for source in files]
+    for part in raw:
+        if part is not None and part.omitted:
+            logger.info(
+                "%s: %s rows without a text or a label are left out.",
+                part.source,
+                f"{part.omitted:,}",
+            )
+
+    train_rows = raw[0]
+    assert train_rows is not None
+    task = infer_task(train_rows, *columns, options.task)
+    present: list[RawRows] = [part for part in raw if part is not None]
+    task, encoded = encode_rows(task, present, known_labels)
+    remaining = iter(encoded)
+    train, validation, test = (next(remaining) if part is not None else None for part in raw)
+    assert train is not None
+
+    fractions = [
+        0.0 if validation is not None else options.validation_percent / 100,
+        0.0 if test is not None else options.test_percent / 100,
+    ]
+    kept, validation_rows, test_rows = split_rows(task, train, fractions, options.split_seed)
+    splits = Splits(
+        train=train.select(kept),
+        validation=validation or train.select(validation_rows),
+        test=test or train.select(test_rows),
+    )
+    for name, count in splits.sizes().items():
+        if count < 2:
+            raise UserError(
+                f"the {name} part must have at least 2 rows, got {count} of {len(train):,} rows in "
+                f"{options.train}. Use more rows, or raise --{name}-percent."
+            )
+    _report(task, splits)
+    return task, splits
+
+
+def split_rows(
+    task: TextTask, examples: Examples, fractions: Sequence[float], seed: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Split rows at random, with the same fractions of every label.
+
+    Rows with equal texts stay in one part. Labels of fewer than 3 texts stay in the training rows.
+
+    Args:
+        fractions: Fractions of the validation rows and of the test rows.
+
+    Returns:
+        The indices of the training, validation and test rows, in ascending order.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, texts in enumerate(examples.texts):
+        groups.setdefault(texts, []).append(index)
+    members = list(groups.values())
+    keys = _strata(task, [examples.labels[rows[0]] for rows in members])
+    counts = Counter(keys)
+    is_class = task.name == CLASSIFICATION
+    splittable = [i for i, key in enumerate(keys) if counts[key] >= 3 or not is_class]
+
+    # In the order of the labels, with a random order within a label, evenly spaced rows have the
+    # same fraction of every label.
+    order = np.random.default_rng(seed).permutation(splittable)
+    order = np.array(sorted(order, key=lambda i: keys[i]), dtype=np.int64)
+    parts: list[list[int]] = [[], [], []]
+    targets = np.cumsum([0.0, *fractions])
+    for position, group in enumerate(order):
+        # A sequence of low discrepancy; the golden ratio spaces its values most evenly.
+        value = (position * 0.6180339887498949) % 1.0
+        part = int(np.searchsorted(targets, value, side="right"))
+        parts[0 if part > 2 else part].extend(members[group])
+
+    chosen = {*parts[1], *parts[2]}
+    kept = [index for index in range(len(examples)) if index not in chosen]
+    return kept, sorted(parts[1]), sorted(parts[2])
+
+
+def _strata(task: TextTask, labels: Sequence) -> list[tuple]:
+    """Return the key of each label; rows with the same key are spread over the parts."""
+    if task.name == CLASSIFICATION:
+        return [(label,) for label in labels]
+    if task.name == MULTI_LABEL:
+        sets = [tuple(label) for label in labels]
+        counts = Counter(sets)
+        # Rare sets are together, so that they are split as well.
+        return [key if counts[key] >= 10 else (-1.0,) for key in sets]
+    if task.name == REGRESSION:
+        ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
+        return [(int(rank * 10 / len(labels)),) for rank in ranks]
+    return [(min(3, sum(tag[:2] != "I-" and tag != "O" for tag in tags)),) for tags in labels]
+
+
+def _report(task: TextTask, splits: Splits) -> None:
+    """Log the task and the sizes, and warn about equal texts and labels without training rows."""
+    logger.info("Task: %s", task.describe())
+    sizes = [f"{name} {count:,}" for name, count in splits.sizes().items()]
+    logger.info("Rows: %s", ", ".join(sizes))
+
+    known = set(splits.train.texts)
+    repeated = sum(texts in known for texts in splits.test.texts)
+    if repeated:
+        logger.warning(
+            "Warning: %s of %s test texts are training texts, too. The test measures them as well.",
+            f"{repeated:,}",
+            f"{len(splits.test):,}",
+        )
+    if task.name == CLASSIFICATION:
+        missing = set(range(len(task.labels))) - set(splits.train.labels)
+        if missing:
+            names = ", ".join(task.labels[number] for number in sorted(missing))
+            logger.warning("Warning: there are no training rows of the labels %s.", names)

@@ -1,0 +1,159 @@
+"""Baselines for token classification: tags of words without fine-tuning."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.feature_extraction import FeatureHasher
+from sklearn.linear_model import LogisticRegression
+from transformers import AutoModel, PreTrainedTokenizerBase
+
+from .rows import Examples, TextTask
+from .tagging import OUTSIDE, Bounds, token_positions
+
+
+Tags = list[list[str]]
+
+# A linear model on features of words is fitted on this many words at most.
+MAX_TRAIN_WORDS = 40_000
+_MAX_EMBEDDED_WORDS = 20_000
+_NUM_FEATURES = 2**18
+
+
+def fit_token_baselines(
+    task: TextTask,
+    train: Examples,
+    test: Examples,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    trust_remote_code: bool = False,
+) -> dict[str, Tags]:
+    """Return the tags that each baseline predicts for the words of the test rows.
+
+    Args:
+        model: Directory or Hub name of the encoder before fine-tuning.
+        tokenizer: Tokenizer of the encoder.
+        max_length: Maximum sequence length in tokens.
+
+    Returns:
+        Tags by the name of the baseline: the most frequent tag of every word, a linear model on the
+        characters of a word and its neighbors, and a linear model on frozen hidden states.
+    """
+    baselines = {
+        "most frequent tag of every word": _frequent_tags(train, test),
+        "words and characters + logistic regression": _linear_tags(train, test),
+    }
+    encoder = AutoModel.from_pretrained(
+        model, dtype=torch.float32, trust_remote_code=trust_remote_code
+    ).eval()
+    baselines["frozen embeddings + logistic regression"] = _embedding_tags(
+        encoder, tokenizer, train, test, max_length
+    )
+    return baselines
+
+
+def _frequent_tags(train: Examples, test: Examples) -> Tags:
+    counts: dict[str, Counter] = defaultdict(Counter)
+    every: Counter = Counter()
+    for words, tags in zip(_words(train), train.labels):
+        for word, tag in zip(words, tags):
+            counts[word][tag] += 1
+            every[tag] += 1
+    default = OUTSIDE if OUTSIDE in every else every.most_common(1)[0][0]
+    frequent = {word: tags.most_common(1)[0][0] for word, tags in counts.items()}
+    return [[frequent.get(word, default) for word in words] for words in _words(test)]
+
+
+def _linear_tags(train: Examples, test: Examples) -> Tags:
+    hasher = FeatureHasher(_NUM_FEATURES, input_type="string")
+    features = [row for words in _words(train) for row in _features(words)]
+    labels = [tag for tags in train.labels for tag in tags]
+    linear = _fit(hasher.transform(features[:MAX_TRAIN_WORDS]), labels[:MAX_TRAIN_WORDS])
+    predicted = []
+    for words in _words(test):
+        rows = hasher.transform(_features(words)) if words else None
+        predicted.append([] if rows is None else linear.predict(rows).tolist())
+    return predicted
+
+
+def _features(words: Sequence[str]) -> list[list[str]]:
+    """Return the features of each word of a text: its characters, its form and its neighbors."""
+    padded = ["<s>", *words, "</s>"]
+    rows = []
+    for index, word in enumerate(words, start=1):
+        form = "".join("X" if c.isupper() else "x" if c.islower() else c for c in word)
+        row = [f"word={word.lower()}", f"form={form[:8]}", f"title={word[:1].isupper()}"]
+        for size in (1, 2, 3, 4):
+            row += [f"start={word[:size].lower()}", f"end={word[-size:].lower()}"]
+        for distance, name in ((-1, "previous"), (1, "next")):
+            neighbor = padded[index + distance]
+            row += [f"{name}={neighbor.lower()}", f"{name} title={neighbor[:1].isupper()}"]
+        rows.append(row)
+    return rows
+
+
+def _embedding_tags(
+    encoder: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Examples,
+    test: Examples,
+    max_length: int,
+) -> Tags:
+    features: list[np.ndarray] = []
+    labels: list[str] = []
+    for (text,), words, tags in zip(train.texts, train.words, train.labels):
+        states, kept = _word_states(encoder, tokenizer, text, words, max_length)
+        features.append(states)
+        labels += [tags[index] for index in kept]
+        if len(labels) > _MAX_EMBEDDED_WORDS:
+            break
+    stacked = np.concatenate(features)
+    scale = stacked.std() or 1.0
+    linear = _fit(stacked / scale, labels)
+
+    predicted = []
+    for (text,), words in zip(test.texts, test.words):
+        states, kept = _word_states(encoder, tokenizer, text, words, max_length)
+        tags = [OUTSIDE] * len(words)
+        for index, tag in zip(kept, linear.predict(states / scale) if len(kept) else ()):
+            tags[index] = str(tag)
+        predicted.append(tags)
+    return predicted
+
+
+@torch.inference_mode()
+def _word_states(
+    encoder: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    words: Bounds,
+    max_length: int,
+) -> tuple[np.ndarray, list[int]]:
+    """Return the hidden states of the first tokens of words, (W, D), and the indices of the words.
+
+    Words that are truncated are left out.
+    """
+    encoded = tokenizer(
+        text,
+        truncation=True,
+        max_length=max_length,
+        return_offsets_mapping=True,
+        return_tensors="pt",
+    )
+    positions = token_positions(words, encoded.pop("offset_mapping")[0].numpy())
+    kept = np.flatnonzero(positions >= 0)
+    hidden = encoder(**encoded).last_hidden_state[0]
+    return hidden[torch.from_numpy(positions[kept])].float().numpy(), kept.tolist()
+
+
+def _fit(features: np.ndarray, labels: Sequence[str]) -> LogisticRegression:
+    return LogisticRegression(C=1.0, max_iter=300).fit(features, labels)
+
+
+def _words(examples: Examples) -> list[list[str]]:
+    return [
+        [text[start:end] for start, end in words]
+        for (text,), words in zip(examples.texts, examples.words)
+    ]

@@ -1,0 +1,250 @@
+"""Test `neobert finetune`: tasks that single words decide, files, baselines, resuming."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import finetune_runs as runs
+from helpers.jsonl import write_jsonl
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from neobert.cli import main
+from neobert.common.errors import UserError
+from neobert.finetuning import comparison
+from neobert.finetuning.comparison import Result, compare
+from neobert.finetuning.rows import TextTask
+
+
+def value(result, metric, entry="fine_tuned"):
+    return result[entry]["metrics"][metric]["value"]
+
+
+@pytest.fixture(scope="module")
+def classified(tmp_path_factory):
+    """Folder and result of a classification of texts."""
+    folder = tmp_path_factory.mktemp("classified")
+    return folder, runs.run(folder, runs.classification_rows())
+
+
+def test_classification(classified):
+    folder, result = classified
+    output = folder / "out"
+    assert value(result, "accuracy") > 0.9
+    assert result["rows"] == {"train": 159, "validation": 20, "test": 21}
+    assert result["labels"] == ["bad", "good"]
+    assert result["reload_difference"] < 1e-5
+    names = [entry["name"] for entry in result["baselines"]]
+    assert names == [
+        "majority class",
+        "TF-IDF + logistic regression",
+        "frozen embeddings + logistic regression",
+    ]
+    assert result["baselines"][0]["metrics"]["accuracy"]["value"] == pytest.approx(0.5, abs=0.05)
+    assert np.sum(result["confusion_matrix"]) == 21
+    assert result["selected"]["epoch"] in range(1, 7) and len(result["history"]) == 6
+
+    assert {path.name for path in output.iterdir()} >= {
+        *("README.md", "metrics.json", "task.json", "result.json", "config.json"),
+        *("model.safetensors", "tokenizer.json", "modeling_neobert.py"),
+        *("confusion_matrix.png", "learning_curve.png"),
+    }
+    assert not (output / "checkpoints").exists()
+    assert runs.read_json(output / "metrics.json") == {
+        key: result[key] for key in runs.read_json(output / "metrics.json")
+    }
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "| fine-tuned | " in card and "Expected calibration error" in card
+    assert str(folder) not in card
+
+
+def test_the_model_is_the_one_that_was_measured(classified):
+    folder, result = classified
+    classifier = pipeline("text-classification", str(folder / "out"), trust_remote_code=True)
+    assert classifier("the story is a gloomy film")[0]["label"] == "bad"
+    assert classifier("the story is a lovely film")[0]["label"] == "good"
+    assert classifier.model.config.label2id == {"bad": 0, "good": 1}
+
+
+def test_a_finished_run_is_not_repeated(classified, caplog):
+    folder, result = classified
+    before = (folder / "out" / "model.safetensors").stat().st_mtime_ns
+    caplog.set_level("INFO", "neobert")
+    assert runs.run(folder, []) == result
+    assert (folder / "out" / "model.safetensors").stat().st_mtime_ns == before
+    assert "already finished" in caplog.text
+    with pytest.raises(UserError, match="split_seed 0, now 1"):
+        runs.run(folder, [], "--split-seed", "1")
+
+
+def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
+    """The process ends at an epoch; the next one ends as an uninterrupted one."""
+    folder, result = classified
+    from neobert.finetuning.trainer import FinetuneTrainer
+
+    evaluate = FinetuneTrainer._maybe_log_save_evaluate
+
+    def interrupt(self, *args, **kwargs):
+        evaluate(self, *args, **kwargs)
+        if self.state.epoch == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(FinetuneTrainer, "_maybe_log_save_evaluate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(tmp_path, runs.classification_rows())
+    assert list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+    monkeypatch.undo()
+    resumed = runs.run(tmp_path, [])
+    weights = [load_file(path / "out" / "model.safetensors") for path in (folder, tmp_path)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert resumed["history"] == result["history"]
+    assert resumed["fine_tuned"] == result["fine_tuned"]
+
+
+def test_several_labels(tmp_path):
+    result = runs.run(tmp_path, runs.multi_label_rows())
+    assert result["task"] == "multi-label" and value(result, "micro_f1") > 0.9
+    assert len(result["baselines"]) == 3
+    config = runs.read_json(tmp_path / "out" / "config.json")
+    assert config["problem_type"] == "multi_label_classification"
+    assert (tmp_path / "out" / "label_f1.png").is_file()
+
+
+def test_regression(tmp_path):
+    result = runs.run(tmp_path, runs.regression_rows(), "--num-train-epochs", "20")
+    assert value(result, "spearman") > 0.8
+    assert [entry["name"] for entry in result["baselines"]][0] == "mean label"
+    assert result["calibration"] is None
+    assert (tmp_path / "out" / "predictions.png").is_file()
+
+
+def test_spans_of_characters(tmp_path):
+    result = runs.run(tmp_path, runs.span_rows(), "--num-train-epochs", "12")
+    assert value(result, "entity_f1") > 0.9
+    assert [entry["name"] for entry in result["baselines"]] == [
+        "most frequent tag of every word",
+        "words and characters + logistic regression",
+        "frozen embeddings + logistic regression",
+    ]
+    assert [row["label"] for row in result["label_table"]] == ["LOC", "PER"]
+    assert result["calibration"]["error_after"] < 0.2
+    tagger = pipeline(
+        "token-classification",
+        str(tmp_path / "out"),
+        trust_remote_code=True,
+        aggregation_strategy="first",
+    )
+    found = [
+        (row["word"], row["entity_group"]) for row in tagger("the film of Mary Smith in Rome.")
+    ]
+    assert found == [("mary smith", "PER"), ("rome", "LOC")]
+
+
+def test_lora_and_early_stopping(tmp_path):
+    pytest.importorskip("peft")
+    arguments = ["--lora", "true", "--patience", "1", "--num-train-epochs", "30"]
+    result = runs.run(tmp_path, runs.classification_rows(), *arguments)
+    assert len(result["history"]) < 30
+    assert result["parameters"]["trained"] < result["parameters"]["all"]
+    assert result["reload_difference"] < 1e-5
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_zero_shot_classification_with_pairs(tmp_path):
+    """A model that was fine-tuned on pairs with the labels of NLI works in the pipeline."""
+    columns = ["--text-column", "premise", "hypothesis"]
+    result = runs.run(tmp_path, runs.pair_rows(), *columns, "--num-train-epochs", "15")
+    assert value(result, "accuracy") > 0.9
+    classifier = pipeline("zero-shot-classification", str(tmp_path / "out"), trust_remote_code=True)
+    assert classifier.entailment_id == 1
+    answer = classifier("the film is a story", ["also", "not"], hypothesis_template="the house {}")
+    assert answer["labels"] == ["also", "not"]
+
+
+def test_the_command_prints_the_comparison(classified, tmp_path, capsys, caplog):
+    folder, _ = classified
+    caplog.set_level("INFO", "neobert")
+    assert main(["finetune", *runs.command_line(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("| model | accuracy | macro f1 | matthews |\n")
+    assert "| TF-IDF + logistic regression | " in printed
+    assert "Fine-tuning is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "statement", "is_better"),
+    [
+        ([1] * 90 + [0] * 10, "Fine-tuning is better than the best baseline, b (accuracy", True),
+        ([1] * 51 + [0] * 49, "is not clearly better than the best baseline, b", True),
+        ([1] * 50 + [0] * 50, "is not better than the best baseline, b (accuracy +0.000", False),
+    ],
+)
+def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_better):
+    labels = np.ones(100, dtype=int)
+    other = np.array([1] * 50 + [0] * 50)
+
+    def result(name, predictions):
+        accuracy = float(np.mean(predictions))
+        return Result(name, {"accuracy": accuracy}, {}, labels, np.array(predictions), 100)
+
+    found = compare("accuracy", result("own", own), [result("a", [0] * 100), result("b", other)])
+    assert statement in found["statement"] and found["is_better"] is is_better
+    # Both are measured on the same rows: the paired difference has a smaller error.
+    mean = np.array(own) - other
+    assert found["standard_error"] == pytest.approx(mean.std() / 10, rel=0.25, abs=0.004)
+
+
+def test_a_metric_of_another_task_is_refused(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", runs.classification_rows())
+    runs.write_model(tmp_path / "model")
+    with pytest.raises(UserError, match="`metric` must be one of accuracy, macro_f1, matthews for"):
+        runs.run(tmp_path, [], "--metric", "spearman")
+
+
+def test_truncated_texts_are_counted(tmp_path, caplog):
+    rows = runs.classification_rows()
+    rows[0]["text"] = "good " * 100
+    result = runs.run(tmp_path, rows, "--max-steps", "1", "--baselines", "false")
+    assert sum(result["truncated"].values()) == 1
+    assert "texts of more than 64 tokens are truncated" in caplog.text
+    assert result["baselines"] == [] and result["comparison"]["baseline"] is None
+
+
+def test_embeddings_of_pairs_have_their_difference_and_product():
+    class Encoder:
+        def encode(self, texts, show_progress_bar):
+            return np.array([[len(text), 1.0] for text in texts])
+
+    from neobert.finetuning.rows import Examples
+
+    features = comparison._embeddings(Encoder(), Examples([("a", "bbb")], [0], []))
+    assert features.tolist() == [[1, 1, 3, 1, 2, 0, 3, 1]]
+    assert TextTask("classification", ("a", "b"), ("c",), ("x", "y")).describe() == (
+        "classification of pairs with 2 labels: x, y"
+    )
+
+
+@pytest.mark.slow
+def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
+    """The defaults beat the majority class and frozen embeddings on definitions."""
+    from helpers.paths import ROOT
+
+    lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+    texts = [line.split("\t")[1] for line in lines]
+    rows = []
+    for start in ("the act of", "a person who", "the quality of"):
+        rests = [text[len(start) :] for text in texts if text.startswith(start)][:120]
+        rows += [{"text": rest, "label": start} for rest in rests]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    code = main(
+        [
+            *("finetune", str(tmp_path / "rows.jsonl")),
+            *("--model", str(ROOT / "examples" / "sentence-encoder")),
+            *("--output", str(tmp_path / "out")),
+        ]
+    )
+    result = runs.read_json(tmp_path / "out" / "result.json")
+    assert code == 0 and result["warning"] is None
+    assert value(result, "accuracy") > 0.7
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.config.classifier_pooling == "mean"
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 30522

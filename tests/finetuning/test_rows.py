@@ -1,0 +1,180 @@
+"""Test the task that rows describe, their labels, and splits."""
+
+import json
+from collections import Counter
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers.jsonl import write_jsonl
+
+from neobert.common.errors import UserError
+from neobert.finetuning.finetune_options import DataOptions
+from neobert.finetuning.rows import Examples, TextTask
+from neobert.finetuning.splits import read_splits, split_rows
+
+
+def read(tmp_path, rows, known=None, **options):
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, rows)
+    return read_splits(DataOptions(train=str(path), **options), known)
+
+
+def rows_with(labels, column="label", copies=10):
+    return [
+        {"text": f"text {index} of copy {copy}", column: label}
+        for copy in range(copies)
+        for index, label in enumerate(labels)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "expected"),
+    [
+        (["b", "a"], "classification", ("a", "b")),
+        # Numbers have the order of numbers, and keep their names.
+        ([10, 9, 1], "classification", ("1", "9", "10")),
+        (["10", "9.0", "1"], "classification", ("1", "9.0", "10")),
+        ([1.0, 2.0], "classification", ("1", "2")),
+        ([True, False], "classification", ("False", "True")),
+        ([0.5, 2], "regression", ()),
+        (list(range(60)), "regression", ()),
+        ([["x"], ["y", "x"], []], "multi-label", ("x", "y")),
+    ],
+)
+def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
+    task, splits = read(tmp_path, rows_with(labels))
+    assert (task.name, task.labels) == (name, expected)
+    if name == "multi-label":
+        assert {tuple(label) for label in splits.train.labels} == {(1, 0), (1, 1), (0, 0)}
+
+
+def test_columns_of_zeros_and_ones_are_labels(tmp_path):
+    rows = [{"comment": f"c {i}", "toxic": i % 2, "rude": int(i % 3 == 0)} for i in range(60)]
+    options = {"text_column": ["comment"], "label_column": ["toxic", "rude"]}
+    task, splits = read(tmp_path, rows, **options)
+    assert (task.name, task.labels) == ("multi-label", ("toxic", "rude"))
+    (first,) = [
+        label for texts, label in zip(splits.train.texts, splits.train.labels) if texts == ("c 3",)
+    ]
+    assert first == [1.0, 1.0]
+    rows[5]["rude"] = 7
+    with pytest.raises(UserError, match="row 6: label columns must contain 0 and 1, got"):
+        read(tmp_path / "other", rows, **options)
+
+
+def test_tags_and_spans_are_token_classification(tmp_path):
+    tokens = [{"tokens": ["Ada", f"w{i}"], "tags": ["S-PER", "O"]} for i in range(30)]
+    task, splits = read(tmp_path, tokens)
+    assert (task.name, task.labels, task.bio) == ("tokens", ("O", "B-PER", "I-PER"), True)
+    assert splits.train.labels[0] == ["B-PER", "O"]
+    assert splits.train.words[0][1][0] == 4
+
+    spans = [
+        {"text": f"Ada {i}", "entities": [{"start": 0, "end": 3, "label": "PER"}] if i % 2 else []}
+        for i in range(30)
+    ]
+    task, splits = read(tmp_path / "spans", spans)
+    assert (task.name, task.labels) == ("tokens", ("O", "B-PER", "I-PER"))
+    assert {tuple(tags) for tags in splits.train.labels} == {("B-PER", "O"), ("O", "O")}
+
+    plain = [{"tokens": ["Ada", f"w{i}"], "tags": ["NOUN", "X"]} for i in range(30)]
+    task, _ = read(tmp_path / "plain", plain)
+    assert (task.labels, task.bio, task.metrics) == (("NOUN", "X"), False, ("word_accuracy",))
+
+    spans[3]["entities"] = [{"start": 2, "end": 40, "label": "PER"}]
+    with pytest.raises(UserError, match="row 4: a span must be inside the text"):
+        read(tmp_path / "outside", spans)
+
+
+def test_a_csv_may_contain_lists(tmp_path):
+    lines = ["text,labels", *(f'text {i},"[""a"", ""b""]"' for i in range(30)), "other,[]"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
+    task, _ = read_splits(DataOptions(train=str(tmp_path / "rows.csv")))
+    assert (task.name, task.labels) == ("multi-label", ("a", "b"))
+
+
+def test_class_names_of_a_parquet_file_are_kept(tmp_path):
+    feature = {"names": ["sad", "glad"], "_type": "ClassLabel"}
+    info = {"info": {"features": {"label": feature, "text": {"dtype": "string"}}}}
+    table = pyarrow.table({"text": [f"t {i}" for i in range(40)], "label": [0, 1] * 20})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    task, splits = read_splits(DataOptions(train=str(tmp_path / "rows.parquet")))
+    assert task.labels == ("sad", "glad")
+    assert splits.train.labels[0] == 0
+
+
+def test_label_numbers_of_the_model_are_kept(tmp_path):
+    known = {"b": 0, "a": 1}
+    task, splits = read(tmp_path, rows_with(["a", "b"]), known)
+    assert task.labels == ("b", "a") and splits.train.labels[0] == 1
+    task, _ = read(tmp_path / "other", rows_with(["a", "c"]), known)
+    assert task.labels == ("a", "c")
+
+
+def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
+    caplog.set_level("INFO", "neobert")
+    rows = [*rows_with(["a", "b"]), {"text": " ", "label": "a"}, {"text": "x", "label": None}]
+    _, splits = read(tmp_path, rows)
+    assert sum(splits.sizes().values()) == 20
+    assert "2 rows without a text or a label are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"x": 1}], {}, "has no column text or sentence or tokens; it has x. Pass --text-column."),
+        ([{"text": "a", "y": 1}], {"label_column": ["z"]}, "has no column 'z'; it has text, y."),
+        ([{"text": "a", "label": "x"}] * 30, {}, "must have at least two labels, got x"),
+        ([{"text": 3, "label": "x"}], {}, "row 1: a text must be a string, got 3"),
+        ([{"text": "a", "label": "x"}] * 9, {"task": "regression"}, "must be a number, got"),
+        ([{"text": "a", "label": "x"}], {"text_column": ["label"]}, "must be different columns"),
+        (rows_with(["a", "b"], copies=2), {}, "must have at least 2 rows, got"),
+    ],
+)
+def test_errors_are_one_sentence(tmp_path, rows, options, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, rows, **options)
+
+
+# ------------------------------------------------------------------------------------------------
+# splits
+
+
+def examples(labels):
+    return Examples([(f"text {i}",) for i in range(len(labels))], labels, [])
+
+
+def test_splits_are_stratified_disjoint_and_seeded():
+    labels = [0] * 700 + [1] * 200 + [2] * 100
+    task = TextTask("classification", ("text",), ("label",), ("a", "b", "c"))
+    parts = split_rows(task, examples(labels), [0.1, 0.2], seed=0)
+    assert sorted(index for part in parts for index in part) == list(range(1000))
+    for part, fraction in zip(parts, (0.7, 0.1, 0.2)):
+        counts = Counter(labels[index] for index in part)
+        for label, total in ((0, 700), (1, 200), (2, 100)):
+            assert abs(counts[label] - fraction * total) <= 2, (fraction, counts)
+    assert split_rows(task, examples(labels), [0.1, 0.2], seed=0) == parts
+    assert split_rows(task, examples(labels), [0.1, 0.2], seed=1) != parts
+    # Rows of one label are a random sample, not a range.
+    first = [index for index in parts[2] if index < 700]
+    assert 40 < sum(index < 350 for index in first) < 100
+
+
+def test_equal_texts_stay_together_and_rare_labels_are_trained_on():
+    task = TextTask("classification", ("text",), ("label",), ("a", "b"))
+    texts = [(f"text {i // 4}",) for i in range(200)] + [("rare",), ("seldom",)]
+    parts = split_rows(task, Examples(texts, [0] * 200 + [1] * 2, []), [0.2, 0.2], seed=0)
+    sets = [{texts[index] for index in part} for part in parts]
+    assert not sets[0] & sets[1] and not sets[0] & sets[2] and not sets[1] & sets[2]
+    assert {("rare",), ("seldom",)} <= sets[0]
+
+
+def test_files_replace_the_splits(tmp_path, caplog):
+    test = tmp_path / "test.jsonl"
+    write_jsonl(test, [{"text": "text 0 of copy 0", "label": "a"}, {"text": "new", "label": "c"}])
+    task, splits = read(tmp_path, rows_with(["a", "b"]), test_file=str(test))
+    assert splits.sizes()["test"] == 2 and splits.sizes()["train"] in (17, 18)
+    assert task.labels == ("a", "b", "c")
+    assert "there are no training rows of the labels c" in caplog.text

@@ -1,0 +1,114 @@
+"""Test words, tags and entities with hand-written examples, and compare entities with seqeval."""
+
+import random
+
+import numpy as np
+import pytest
+
+
+seqeval = pytest.importorskip("seqeval.metrics.sequence_labeling")
+
+from neobert.finetuning.tagging import (  # noqa: E402
+    Entity,
+    find_entities,
+    is_bio,
+    join_words,
+    split_words,
+    tag_counts,
+    tags_from_spans,
+    to_bio,
+    token_positions,
+)
+
+
+def words_of(text):
+    return [text[start:end] for start, end in split_words(text)]
+
+
+def test_words_are_runs_of_letters_signs_and_single_ideographs():
+    assert words_of("Ada's 3.5 café, no?") == [
+        "Ada",
+        "'",
+        "s",
+        "3",
+        ".",
+        "5",
+        "café",
+        ",",
+        "no",
+        "?",
+    ]
+    assert words_of("東京 ist 大きい") == ["東", "京", "ist", "大", "き", "い"]
+    assert words_of(" \n") == []
+
+
+def test_joined_words_have_their_bounds():
+    text, bounds = join_words(["New", "York", "", "is"])
+    assert text == "New York  is"
+    assert [text[start:end] for start, end in bounds] == ["New", "York", "", "is"]
+
+
+def test_schemes_are_converted_to_bio():
+    assert to_bio(["B-X", "E-X", "S-X", "O", "U-Y", "I-Y"]) == [
+        "B-X",
+        "I-X",
+        "B-X",
+        "O",
+        "B-Y",
+        "B-Y",
+    ]
+    # IOB1 starts an entity with I-.
+    assert to_bio(["I-X", "I-X", "I-Y", "O", "I-Y"]) == ["B-X", "I-X", "B-Y", "O", "B-Y"]
+    assert is_bio(["O", "B-X"]) and not is_bio(["O", "NOUN"]) and not is_bio(["B"])
+
+
+def test_spans_become_tags_of_the_words_that_they_touch():
+    text = "Dr. Ada Byron-King of London"
+    words = split_words(text)
+    spans = [{"start": 4, "end": 18, "label": "PER"}, {"start": 22, "end": 28, "label": "LOC"}]
+    tags, lost = tags_from_spans(spans, words)
+    assert tags == ["O", "O", "B-PER", "I-PER", "I-PER", "I-PER", "O", "B-LOC"] and lost == 0
+    found = [(entity.start, entity.end, entity.label) for entity in find_entities(tags, words)]
+    assert found == [(4, 18, "PER"), (22, 28, "LOC")]
+    # A span inside another one, and one without a word.
+    more = [*spans, {"start": 8, "end": 13, "label": "X"}, {"start": 3, "end": 4, "label": "X"}]
+    assert tags_from_spans(more, words) == (tags, 2)
+
+
+def test_the_first_token_of_a_word_carries_its_tag():
+    words = [(0, 3), (4, 9), (9, 10), (11, 14)]
+    # [CLS] and [SEP] are empty, the second word has two tokens, the last one was truncated.
+    offsets = [(0, 0), (0, 3), (4, 6), (6, 9), (9, 10), (0, 0)]
+    assert token_positions(words, offsets).tolist() == [1, 2, 4, -1]
+    # A token that includes the space before the word.
+    assert token_positions([(0, 3), (4, 9)], [(0, 3), (3, 9)]).tolist() == [0, 1]
+    assert token_positions([(0, 1)], [(0, 0)]).tolist() == [-1]
+    assert token_positions([], offsets).tolist() == []
+    assert token_positions(words, np.zeros((0, 2))).tolist() == [-1] * 4
+
+
+def test_plain_tags_make_one_entity_per_word():
+    bounds = [(0, 1), (2, 3), (4, 5)]
+    assert find_entities(["NOUN", "NOUN", "O"], bounds, bio=False) == [
+        Entity(0, 1, "NOUN", 0, 1),
+        Entity(2, 3, "NOUN", 1, 2),
+    ]
+    assert tag_counts(["NOUN", "VERB"], ["NOUN", "NOUN"], bio=False) == (1, 2, 2)
+
+
+def test_entities_are_those_of_seqeval():
+    generator = random.Random(0)
+    names = ["O", "B-X", "I-X", "B-Y", "I-Y"]
+    for _ in range(200):
+        truth = generator.choices(names, k=12)
+        guess = generator.choices(names, k=12)
+        bounds = [(index, index + 1) for index in range(12)]
+        expected = {(label, start, stop + 1) for label, start, stop in seqeval.get_entities(truth)}
+        found = {
+            (entity.label, entity.first, entity.stop) for entity in find_entities(truth, bounds)
+        }
+        assert found == expected, truth
+
+        correct, guessed, true = tag_counts(truth, guess, bio=True)
+        f1 = 2 * correct / (guessed + true) if guessed + true else 0.0
+        assert f1 == pytest.approx(seqeval.f1_score([truth], [guess], zero_division=0))
