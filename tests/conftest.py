@@ -1,5 +1,7 @@
-"""Fixtures of all tests: no network, one thread, a tiny model, the golden data and the
-tokenizer."""
+"""Fixtures for all tests.
+
+No network, one thread, a tiny model, the golden data and the tokenizer.
+"""
 
 import os
 import signal

@@ -1,6 +1,9 @@
-"""Pins the contract of every command that writes (docs/development.md): what exists is never
-touched, complete or nothing, a run is known by its settings and what it reads, one process at a
-time has a folder, the same bits after any interruption, no secret in any file."""
+"""Test the contract of every command that writes (docs/development.md).
+
+Existing files are never touched, outputs are complete or absent, a run is identified by its
+settings and inputs, one process owns a directory, interrupted runs end with the same bits, and no
+file contains a secret.
+"""
 
 import json
 import random

@@ -1,5 +1,7 @@
-"""Pins that the mutants of tests/mutants can be made: each text that one replaces is in its file,
-what replaces it is another, and its tests are there."""
+"""Test that the mutants of tests/mutants apply.
+
+Each replaced text occurs in its file, and the named tests exist.
+"""
 
 import pytest
 from helpers.paths import ROOT

@@ -1,5 +1,8 @@
-"""Pins the pages in docs/: every command, script, recipe and option in them exists today, each
-opens with its use, and what they print as output is what the commands print (slow)."""
+"""Test the pages of docs/.
+
+Commands, scripts, recipes and options exist, each page starts with its task, and the printed
+outputs are current (slow).
+"""
 
 import dataclasses
 import importlib

@@ -1,10 +1,10 @@
-"""Pins the README (and docs/troubleshooting.md): it is short, every Python snippet runs and prints
-what it says, every command, link and extra exists, every figure is that of its file, and every
-published score is marked as such and the paper's. With it the files beside the README:
-SECURITY.md, CITATION.cff, CHANGELOG.md.
+"""Test README.md, docs/troubleshooting.md, SECURITY.md, CITATION.cff and CHANGELOG.md.
 
-The snippets load the bundled masked LM in place of the published one, which cannot be fetched in a
-test.
+Python snippets run and print what is shown; commands, links and extras exist; figures equal those
+of their files; and published scores are those of the paper.
+
+The snippets load the bundled masked language model instead of the published one, which tests cannot
+download.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
-"""Pins README's table of tasks: every command line of every row runs to its end, as written, on
-small data (one of the Hub's alone, up to its download), and no library helps that the words above
-the table do not install. A row without an entry below fails."""
+"""Test the table of tasks of the README.
+
+Every command of every row runs as written on small data, with the libraries that the README
+installs and no others. Commands that need the Hub run up to the download.
+"""
 
 import configparser
 import importlib.metadata

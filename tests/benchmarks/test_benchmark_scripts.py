@@ -1,5 +1,7 @@
-"""Pins the scripts of benchmarks/ on tiny models: their arithmetic, that they write their result,
-and that bad input is one sentence. Speeds are not pinned."""
+"""Test the scripts of benchmarks/ on tiny models.
+
+Covers their arithmetic, the result files and the messages about bad input, but not speeds.
+"""
 
 import json
 import os

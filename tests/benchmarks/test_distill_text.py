@@ -1,5 +1,8 @@
-"""Pins the text for distillation: what is read of each kind of file, sentences and phrases of a
-paragraph, nothing that the local tasks hold out."""
+"""Test the texts for distillation.
+
+Covers the parts of each file type, sentences and phrases of a paragraph, and the texts that the
+local tasks hold out.
+"""
 
 from benchmarks import make_distill_text as text
 

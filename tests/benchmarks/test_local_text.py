@@ -1,5 +1,8 @@
-"""Pins the text of packages: WordNet and GCIDE as sentences, absent sources that say what to
-install, and held-out parts by key."""
+"""Test the texts of Debian and PyPI packages.
+
+Covers WordNet and GCIDE as sentences, messages about packages that are not installed, and held-out
+parts by key.
+"""
 
 from benchmarks import local_text
 from neobert.common.data import is_held_out

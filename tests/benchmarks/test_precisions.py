@@ -1,5 +1,8 @@
-"""Pins the table of precisions and engines: same texts for all, distance to float32, ratios within
-a class, and rows that were not measured."""
+"""Test the table of precisions and engines.
+
+All engines read the same texts. Covers the distance to float32, ratios within a class, and rows
+without a measurement.
+"""
 
 import json
 

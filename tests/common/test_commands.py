@@ -1,5 +1,7 @@
-"""Pins how commands end: whatever goes wrong is one sentence and an exit code, with a way to the
-traceback."""
+"""Test how commands end.
+
+Every error is one message and an exit code, with an optional traceback.
+"""
 
 import errno
 import os

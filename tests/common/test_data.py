@@ -1,5 +1,8 @@
-"""Pins the one reader of rows: every format and its compressed forms give the same rows from a
-file, folder, glob or URL, memory does not grow with a file, and a broken file is one sentence."""
+"""Test the reader of data files.
+
+Every format, also compressed, gives the same rows from a file, folder, glob or URL. Memory use is
+constant, and a damaged file ends in one message.
+"""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""Pins how messages are made: strangers' text is escaped and cut in one place."""
+"""Test error messages: untrusted text is escaped and truncated in one place."""
 
 from neobert.common.errors import UserError, listed, one_line
 

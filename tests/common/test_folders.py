@@ -1,5 +1,8 @@
-"""Pins how outputs are made: complete or not there; nothing that exists is replaced; what a killed
-process left goes; a second process is refused; rights are the umask's."""
+"""Test atomic outputs.
+
+An output appears complete or not at all, existing files are never replaced, leftovers of killed
+processes are removed, a second process is refused, and permissions follow the umask.
+"""
 
 import os
 import re

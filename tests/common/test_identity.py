@@ -1,4 +1,7 @@
-"""Pins what a model is known by: everything that changes its numbers, and nothing else."""
+"""Test the fingerprint of a model.
+
+It depends on everything that changes the outputs, and on nothing else.
+"""
 
 import json
 

@@ -1,6 +1,8 @@
-"""Pins the output folder of a command that works for long: whose run it holds, which settings
-differ, one process at a time, final files by rename, the result last. For whole commands see
-test_contract.py."""
+"""Test the output directory of a long-running command.
+
+Covers the identity of a run, settings that differ, one process at a time, atomic final files, and
+the result as the last file. test_contract.py tests whole commands.
+"""
 
 import json
 from dataclasses import dataclass, field

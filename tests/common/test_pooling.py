@@ -1,5 +1,8 @@
-"""Pins the files of sentence-transformers in written folders: both forms of a pooling's
-configuration, so that no reader falls back to another pooling, and the versions that are needed."""
+"""Test the sentence-transformers files of written folders.
+
+Covers both forms of the pooling configuration, so that no reader falls back to another pooling, and
+the required versions.
+"""
 
 import configparser
 import json

@@ -1,5 +1,8 @@
-"""Pins contrastive training: the loss against its formula, an output that loads in a fresh process,
-adapters that go on and are merged, retrieval before and after, and bad input in one sentence."""
+"""Test `neobert contrastive`.
+
+The loss equals its formula, the output loads in a new process, adapters are resumed and merged,
+retrieval is evaluated before and after training, and bad input ends in one message.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of conversion/."""
+"""Fixtures for the tests of conversion."""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""Pins what a checkpoint becomes: the architecture from shapes and configuration, tied decoders,
-dtypes; and that sizes, names and values that cannot be are refused.
+"""Test the architecture of a converted checkpoint.
+
+Covers sizes from shapes and configuration, tied decoders and dtypes. Impossible sizes, names and
+values are refused.
 """
 
 import json

@@ -1,5 +1,7 @@
-"""Pins `neobert convert` from end to end: the command on golden weights gives the reference
-outputs; nothing is replaced; what a conversion that fails or is stopped leaves behind (nothing).
+"""Test `neobert convert` from end to end.
+
+The golden weights give the reference outputs, existing files are kept, and a failed or interrupted
+conversion leaves nothing behind.
 """
 
 import hashlib

@@ -1,5 +1,8 @@
-"""Pins the configuration beside a checkpoint: which file counts, what is taken from it, and that
-damaged or malicious ones are refused quickly."""
+"""Test the configuration next to a checkpoint.
+
+Covers which file is used and which fields are read. Damaged and malicious files are refused
+quickly.
+"""
 
 import pytest
 

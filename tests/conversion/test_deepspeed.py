@@ -1,6 +1,7 @@
-"""Pins the reader of DeepSpeed folders: master weights bit for bit from files that DeepSpeed wrote
-(ZeRO 1 to 3); files of different steps, stages or runs, missing or damaged ones are refused with
-what is wrong.
+"""Test the reader of DeepSpeed checkpoints.
+
+Master weights equal the files that DeepSpeed wrote (ZeRO 1 to 3), bit for bit. Files of different
+steps, stages or runs, and missing or damaged files, are refused.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Pins the reader of torch.distributed.checkpoint folders: every tensor bit for bit from what FSDP2
-wrote; parts that are missing, doubled, overlapping, outside of the folder or of another shape are
-refused.
+"""Test the reader of torch.distributed.checkpoint folders.
+
+Every tensor equals what FSDP2 wrote, bit for bit. Missing, duplicate or overlapping parts, and
+parts outside of the folder or of another shape, are refused.
 """
 
 import dataclasses

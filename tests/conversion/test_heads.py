@@ -1,5 +1,7 @@
-"""Pins the table of heads: every head of the model is in it, is found by its tensors, converts and
-is proved; and who decides between two."""
+"""Test the table of heads.
+
+Every head of the model is in the table, is recognized by its tensors, is converted and is verified.
+"""
 
 import json
 

@@ -1,6 +1,7 @@
-"""Pins what a converted folder holds: the same bytes as `save_pretrained`, the code of the
-checkout, a model card that the Hub reads, files for sentence-transformers; and that a stranger's
-names stay text in it.
+"""Test the files of a converted folder.
+
+Weights have the bytes of `save_pretrained`. Covers the code, the model card, the files for
+sentence-transformers, and names from untrusted files, which are escaped.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Pins how the step, the format and the tensors' published names are found: steps by number or
-`latest`, folders of accelerate and Trainer, prefixes of wrappers; and what is refused there.
+"""Test how the step, the format and the tensor names of a checkpoint are detected.
+
+Covers steps by number or `latest`, folders of accelerate and Trainer, and prefixes of wrappers.
 """
 
 import pytest

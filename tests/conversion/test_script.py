@@ -1,6 +1,7 @@
-"""Pins that `python convert_checkpoint.py` and `neobert convert` are one command: same sentences
-and exit codes, a traceback when asked for, one line after Ctrl-C, also while the libraries are
-still being imported.
+"""Test that `python convert_checkpoint.py` and `neobert convert` are one command.
+
+Messages, exit codes and the optional traceback are the same. Ctrl-C prints one line, also while
+libraries are imported.
 """
 
 import re

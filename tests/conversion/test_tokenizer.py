@@ -1,5 +1,7 @@
-"""Pins the tokenizer of the result: it splits text as its source does, goes with the embedding's
-rows, and no code that its files name runs or comes along.
+"""Test the tokenizer of a converted folder.
+
+Text is tokenized as by the source, the size fits the embeddings, and no code that the files name is
+run or copied.
 """
 
 import json

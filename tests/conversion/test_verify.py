@@ -1,5 +1,7 @@
-"""Pins the proof of a conversion: the folder is loaded in a fresh process and its outputs are those
-of the source; what differs or does not load is not kept.
+"""Test the verification of a conversion.
+
+The folder is loaded in a new process, and its outputs must equal those of the source. A folder that
+differs or does not load is removed.
 """
 
 import json

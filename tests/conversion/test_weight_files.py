@@ -1,5 +1,6 @@
-"""Pins the readers of torch.save and safetensors files, one or several with an index: every tensor
-bit for bit; no code in a file runs; damage is one sentence.
+"""Test the readers of torch.save and safetensors files, single or sharded.
+
+Every tensor is equal bit for bit, no code in a file is run, and a damaged file ends in one message.
 """
 
 import argparse

@@ -1,5 +1,8 @@
-"""Pins `PackedEncoder`: vectors equal SentenceTransformer.encode, batches of a token budget, and
-the dtype that is fastest on a CPU."""
+"""Test `PackedEncoder`.
+
+Embeddings equal those of SentenceTransformer, batches keep the token budget, and `auto` selects the
+fastest dtype of a CPU.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,8 @@
-"""Pins where a long text is divided: at sentence ends where there are any, every token in a window,
-and offsets that increase."""
+"""Test how a long text is split into windows.
+
+Windows start at sentence ends where there are any, every token is in a window, and offsets
+increase.
+"""
 
 import random
 import re

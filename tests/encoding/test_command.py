@@ -1,6 +1,9 @@
-"""Pins `neobert encode`: vectors of SentenceTransformer.encode in parts that readers of parquet
-folders take as one table; what is there is done, what was made otherwise is refused, and nothing of
-anybody else is touched."""
+"""Test `neobert encode`.
+
+Embeddings equal those of SentenceTransformer, readers of parquet folders read the parts as one
+table, finished parts are kept, parts of other settings are refused, and other files are not
+touched.
+"""
 
 import json
 import re

@@ -1,6 +1,8 @@
-"""Pins that parts of `neobert encode` know nothing of one another: killed at any step on the disk
-and given again, shared out and killed at random, on a disk, in memory and on an S3 server, the
-output has the bits of one undisturbed process."""
+"""Test that the parts of `neobert encode` are independent.
+
+After kills at any write, with several processes, on a disk, in memory or on an S3 server, the
+output has the bits of one uninterrupted process.
+"""
 
 import json
 import random

@@ -1,5 +1,8 @@
-"""Pins examples/encode_ray.py on a local Ray cluster, a worker of which is killed on the way: the
-folder has the bits of one process, and the same command continues with what is missing."""
+"""Test examples/encode_ray.py on a local Ray cluster.
+
+A worker is killed. The output has the bits of one process, and running the command again encodes
+the missing parts.
+"""
 
 import os
 import signal

@@ -1,5 +1,8 @@
-"""Pins `neobert encode --long-texts windows`: the vectors are those of the windows as texts, no
-batch is longer than asked for, and what is written tells the place of each window."""
+"""Test `neobert encode --long-texts windows`.
+
+Embeddings equal those of the windows as texts, batches keep the token budget, and the output
+contains the position of each window.
+"""
 
 import json
 import random

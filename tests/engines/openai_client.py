@@ -1,7 +1,7 @@
-"""The client of OpenAI against an HTTP service: ADDRESS MODEL, a JSON list of texts on stdin;
-answers one line of JSON.
+"""OpenAI client for an HTTP server: ADDRESS MODEL, a JSON list of texts on stdin.
 
-Eight requests are under way at once: a list of texts in each of four, and one text in the others.
+Prints one line of JSON. Eight requests run at once: four with a list of texts, and four with one
+text.
 """
 
 import json

@@ -1,6 +1,8 @@
-"""Pins `neobert mteb`: the tasks of each benchmark, means as MTEB's leaderboard has them,
-instructions on the right side, scores of sentence-transformers' evaluator, results that are not
-computed twice and not reused for other weights; and the local tasks."""
+"""Test `neobert mteb`.
+
+Covers the tasks of each benchmark, the means of the leaderboard, prompts, scores of the evaluator
+of sentence-transformers, results that are reused for the same weights only, and the local tasks.
+"""
 
 import json
 import shutil

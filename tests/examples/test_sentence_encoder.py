@@ -1,5 +1,8 @@
-"""Pins the bundled sentence encoder: it loads from a fresh checkout without this package, links to
-the repository's code, stays small, and finds what is meant."""
+"""Test the bundled sentence encoder.
+
+It loads from a new clone without this package, contains the current code, stays small, and
+retrieves texts by meaning.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of export/: tiny models in Hub folders."""
+"""Fixtures for the tests of export: folders of tiny models."""
 
 import pytest
 import torch

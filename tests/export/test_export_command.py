@@ -1,5 +1,7 @@
-"""Pins `neobert export`: its targets and refusals, what is read of a folder, how vectors are
-pooled, and the comparison with torch."""
+"""Test `neobert export`.
+
+Targets, refusals, the files it reads, pooling, and the comparison with torch.
+"""
 
 import json
 import shutil

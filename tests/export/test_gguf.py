@@ -1,8 +1,7 @@
-"""Pins `neobert export gguf`: rows where llama.cpp looks for them, its keys and tokens, what is
-refused, and files written completely or not at all.
+"""Test `neobert export gguf`: tensors, keys and tokens as llama.cpp expects them.
 
-The real engine is `make test-engines`; here the file is read back by PyPI `gguf`, and run in numpy
-as the engine runs it.
+`make test-engines` runs llama.cpp itself. Here PyPI `gguf` reads the file, and numpy computes the
+graph of the engine.
 """
 
 from dataclasses import replace

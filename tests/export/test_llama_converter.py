@@ -1,5 +1,7 @@
-"""Pins what mends NeoBERT in llama.cpp's converter (upstream/llama_cpp): with it, the converter's
-file holds the model as `neobert export gguf` writes it."""
+"""Test the patch for llama.cpp's converter (upstream/llama_cpp).
+
+The patched converter writes the same tensors as `neobert export gguf`.
+"""
 
 import json
 import runpy

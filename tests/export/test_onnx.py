@@ -1,9 +1,11 @@
-"""Pins `neobert export onnx`: the graphs against torch and sentence-transformers, int8 against its
-formula, the folder's layout, the third input of loaders that always feed three, and refusals.
+"""Test `neobert export onnx`.
 
-What those feed and read was taken from their code: Spark NLP's Bert, langchain4j's
-OnnxBertBiEncoder, Semantic Kernel's BertOnnxTextEmbeddingGenerationService, Vespa's
-HuggingFaceEmbedder.
+Graphs are compared with torch and sentence-transformers, and int8 with its formula. Covers the
+files, the third input that some loaders require, and refusals.
+
+The inputs and outputs of loaders come from their code: Bert of Spark NLP, OnnxBertBiEncoder of
+langchain4j, BertOnnxTextEmbeddingGenerationService of Semantic Kernel, and HuggingFaceEmbedder of
+Vespa.
 """
 
 import json

@@ -1,5 +1,7 @@
-"""Pins `neobert export openvino`: the models against torch, the options beside each, the
-compression of weights."""
+"""Test `neobert export openvino`.
+
+Outputs against torch, configuration files, and weight compression.
+"""
 
 import json
 

@@ -1,6 +1,8 @@
-"""Pins docs/serving.md: its commands are understood, the files that it names are those that are
-written, its head for vLLM is the model's, its blocks run as they stand, and its table of places
-says "run" and "contract" only where it names a test that exists."""
+"""Test docs/serving.md.
+
+Its commands are valid, the files it names are written, its vLLM configuration is that of the model,
+and its table marks only tested engines as tested.
+"""
 
 import importlib
 import json

@@ -1,6 +1,8 @@
-"""Pins that two processes fine-tune as one: `neobert glue` gives the single process's evaluations
-and weights at the same batch size, `neobert contrastive` its losses and weights where the steps are
-accumulated. They run on the CPU under torchrun (gloo)."""
+"""Test that two processes train as one (torchrun with gloo on the CPU).
+
+`neobert glue` has the evaluations and weights of a single process at the same batch size, and
+`neobert contrastive` its losses and weights with gradient accumulation.
+"""
 
 import json
 import os

@@ -1,5 +1,7 @@
-"""Pins the GLUE table: its layout, the published averages, the best of a grid with all seeds, the
-runs whose weights stay."""
+"""Test the GLUE table.
+
+Its layout, the published averages, the best of a grid over all seeds, and the saved models.
+"""
 
 import json
 

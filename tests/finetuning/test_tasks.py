@@ -1,5 +1,8 @@
-"""Pins the rows of `neobert glue`: file kinds that give the same rows, splits, held-out rows, the
-Hub's names, and one sentence for rows and options that cannot be used."""
+"""Test the rows of GLUE tasks.
+
+All file types give the same rows. Covers splits, held-out rows, names on the Hub, and messages
+about invalid rows and options.
+"""
 
 import json
 import shutil

@@ -1,5 +1,7 @@
-"""Pins the ladder's recipes to the paper's Table 2, what each rung changes and nothing else, and
-those of both stages to the paper's values."""
+"""Test the recipes of the ablations against Table 2 of the paper.
+
+Each changes its setting and nothing else.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,8 @@
-"""Compiled blocks in training: they take every step, leave numbers and names of the weights alone,
-and the complete model is not compiled."""
+"""Test compiled blocks in training.
+
+They run in every step, keep numbers and weight names unchanged, and the whole model is not
+compiled.
+"""
 
 from functools import partial
 

@@ -1,6 +1,7 @@
-"""Pins the model in the hands of libraries that look inside of it or save a part of it: PEFT's
-defaults keep the head; whoever has hooks on inner modules (Opacus, NEFTune, Captum, PEFT's mixed
-batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
+"""Test the model in libraries that inspect it or save a part of it.
+
+PEFT keeps the head by default, hooks on inner modules see the batch dimension (Opacus, NEFTune,
+Captum, PEFT), and pipelines, SPLADE and bert-score read saved models.
 """
 
 from types import SimpleNamespace

@@ -1,6 +1,7 @@
-"""Pins that the bundled encoder loads in other libraries with the lines that the pages print: every
-block of docs/compatibility.md for a library, and fastembed's of docs/serving.md. Each runs in a
-process without this package, in the environment of `make test-clients`.
+"""Test the bundled encoder in other libraries with the code that the pages print.
+
+Each block of docs/compatibility.md and docs/serving.md is run in a process without this package, in
+the environment of `make test-clients`.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Pins `make gpu`, which nobody can try before there is a GPU: its commands have the options that
-they are given, a failure ends one step alone, finished steps stay, and the targets are told from
-what was measured. `make test-gpu` runs the commands on the CPU, with the packages of a bare
-machine."""
+"""Test `make gpu` without a GPU.
+
+Its commands have valid options, a failure ends one step only, finished steps are kept, and the
+result page compares with the targets. `make test-gpu` runs the commands on the CPU with the
+packages of a new machine.
+"""
 
 import json
 import os

@@ -1,6 +1,8 @@
-"""Pins the peak memory that results publish: what is held at the start is not growth, what is freed
-before the end still counts, and where the system tells nothing there is no figure. And that
-training on the CPU keeps freed memory."""
+"""Test the measurement of peak memory.
+
+Memory before the start is not counted, memory that is freed before the end is, and there is no
+figure where the system has none. Training on the CPU keeps freed memory.
+"""
 
 import ctypes
 import pathlib

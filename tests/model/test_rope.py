@@ -1,6 +1,8 @@
-"""Pins the rotary angles: adjacent pairs, position * theta^(-2i/K) in float32 whatever the model's
-dtype, and the linear, dynamic and yarn extensions in the way transformers 4 (rope_scaling) and 5
-(rope_parameters) users write them.
+"""Test the rotary embeddings.
+
+Angles are position * theta^(-2i/K) for adjacent pairs, in float32 for every dtype of the model.
+Covers linear, dynamic and YaRN scaling in the forms of transformers 4 (rope_scaling) and 5
+(rope_parameters).
 """
 
 import math

@@ -1,5 +1,8 @@
-"""Pins tokenizer/: BERT uncased WordPiece with a context of 4,096, loaded fast, unchanged by a
-save."""
+"""Test tokenizer/.
+
+The uncased WordPiece of BERT with a context of 4,096, loaded as a fast tokenizer and unchanged by
+saving.
+"""
 
 import json
 import shutil

@@ -1,5 +1,7 @@
-"""Pins the model in the hands of the libraries around it: Trainer (accumulation, saving, resuming),
-PEFT LoRA, the pipelines and sentence-transformers.
+"""
+
+est the model with Trainer (accumulation, saving, resuming), LoRA, pipelines and sentence-
+transformers.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""Pins that every public function of what users import says the types of its arguments and of its
-result. `make lint` checks with mypy that the hints are true.
+"""Test that public functions have types for their parameters and results.
+
+`make lint` checks them with mypy.
 """
 
 import inspect

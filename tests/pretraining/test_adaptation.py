@@ -1,6 +1,8 @@
-"""Tests of what `neobert pretrain` writes beside the weights: adaptation.md, which compares the
-final model with the given one and its own tokenizer, the model card, and defaults that fit the
-model."""
+"""Test the files that `neobert pretrain` writes next to the weights.
+
+Covers adaptation.md, which compares the final model with the initial model and its own tokenizer,
+the model card, and defaults by model.
+"""
 
 import json
 

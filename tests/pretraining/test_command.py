@@ -1,5 +1,8 @@
-"""Pins `neobert pretrain`: learning, metrics, a run killed at any moment equals an uninterrupted
-one, checkpoints kept, stage 2, bad input."""
+"""Test `neobert pretrain`.
+
+Covers learning, metrics, runs that are killed at any moment and equal an uninterrupted one, kept
+checkpoints, stage 2 and bad input.
+"""
 
 import importlib.util
 import json

@@ -1,10 +1,11 @@
-"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's
-losses on the same global batch, and continue after a kill as if there had been none.
+"""Test that two processes train as one.
 
-They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through
-the converter and predicts the same. accelerate turns FSDP on for GPUs alone (with two CPU processes
-1.15 starts plain DDP, whatever fsdp2.yaml says), so FSDP2 is torch's own `fully_shard` here, block
-by block as fsdp2.yaml asks for.
+DDP, FSDP2 and DeepSpeed ZeRO-2/3 have the losses of a single process with the same global batch,
+and resume exactly after a kill.
+
+They run on the CPU with the accelerate configurations of this repository; the ZeRO-2 checkpoint is
+converted and gives the same predictions. accelerate 1.15 starts plain DDP instead of FSDP on CPUs,
+so FSDP2 is tested with `fully_shard` per block, as fsdp2.yaml configures it.
 """
 
 import importlib.util

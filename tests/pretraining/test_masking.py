@@ -1,5 +1,4 @@
-"""Pins masking (rates, kinds, special tokens, seeds), schedules and optimizer groups against their
-formulas."""
+"""Compare masking, schedules and optimizer groups with their formulas."""
 
 import math
 

@@ -1,5 +1,8 @@
-"""Pins weighted sources: shares of texts in prepared data, every text of a source once in each of
-its passes, the same bits after interruptions, and bad weights (streams: test_streaming.py)."""
+"""Test weighted sources.
+
+Covers the fraction of each source in prepared data, epochs of a source, identical data after
+interruptions, and invalid weights. Streams are in test_streaming.py.
+"""
 
 import json
 from collections import Counter

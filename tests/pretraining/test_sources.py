@@ -1,5 +1,7 @@
-"""Pins the sources of pre-training text: kinds of files, names of the Hub, prepared sets that
-belong to their source and tokenizer."""
+"""Test the sources of pre-training text.
+
+File types, names on the Hub, and prepared data, which belongs to its source and tokenizer.
+"""
 
 import json
 

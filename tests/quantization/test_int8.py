@@ -1,6 +1,8 @@
-"""Pins int8 on the CPU: exact products that are timed before they are used, bytes and scales as
-written, nearness to float32 with outliers too, one sentence for what it is not for, and the same
-bits of a text in every batch."""
+"""Test int8 on the CPU.
+
+Products are exact and timed before they are used. Covers stored values and scales, the distance to
+float32 with outliers, unsupported models, and equal bits of a text in every batch.
+"""
 
 import copy
 import pickle

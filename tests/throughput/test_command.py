@@ -1,5 +1,7 @@
-"""Pins `neobert throughput`: the arithmetic of its sets and of its operation count, the tables of a
-tiny run, and that a preset runs to its end with its plots. Speeds are not pinned."""
+"""Test `neobert throughput`.
+
+Workloads, operation counts, tables and plots of a tiny run. Speeds are not tested.
+"""
 
 import json
 import math
