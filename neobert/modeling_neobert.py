@@ -1,17 +1,18 @@
 """NeoBERT (arXiv 2502.19587, section 3): pre-RMSNorm blocks with SwiGLU and RoPE, and its heads.
 
-Shape legend: B rows of a batch, L their padded length, T packed tokens, N packed sequences, D
-hidden size, H heads, K head_dim, V vocabulary, C labels.
+Shape legend: B batch size, L padded length, T packed tokens, N packed sequences, D hidden size,
+H heads, K head_dim, V vocabulary size, C labels.
 
-The file reads from the top: block, backbone, heads, losses; then what these call: checks, rotary
-embeddings. A batch is dense, (B, L, D), or packed, (1, T, D), with the bounds of its sequences in a
-`Packing` (attention_neobert.py): by the caller, or by `NeoBERTModel` where `attention_mask` has
-padding. It is packed once and unpacked once; blocks do not know which it is.
+The file reads from top to bottom: blocks, backbone, heads, losses; then the functions that these
+call: checks and rotary embeddings. A batch is dense, (B, L, D), or packed, (1, T, D), with the
+bounds of its sequences in a `Packing` (attention_neobert.py). The caller packs it, or
+`NeoBERTModel` does if `attention_mask` has padding. It is packed once and unpacked once, and blocks
+do not depend on the layout.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,39 +22,54 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 from .attention_neobert import (
     KERNELS,
-    LOW_PRECISION,
-    PACKS,
+    PACKING_KERNELS,
     AttentionDispatch,
     Packing,
     at_least_float32,
     attention_kernel,
     autocast_dtype,
+    dispatch_attention,
     eager_attention_forward,
+    has_host_values,
     has_values,
+    hooks_of,
+    is_cpu_inference,
+    is_machinery,
     is_tracing,
-    values_are_free,
+    may_overwrite,
+    rms_norm_in_slices,
+    rotate_in_place,
+    swiglu_in_slices,
 )
 from .attention_neobert import VERSION as ATTENTION_VERSION
 from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
-# Of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "37296c46"
+# Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
+VERSION = "23487915"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
-        "This process has loaded another version of attention_neobert.py from a folder of the "
-        "same name; start Python anew, or rename one of the two folders."
+        "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
+        "has loaded another version of attention_neobert.py from a folder of the same name. "
+        "Restart Python, or rename one of the two folders."
     )
 
 logger = logging.get_logger(__name__)
 
-# Without gradients the CPU works in pieces that stay in its caches: chains of elementwise
-# operations 128 tokens at a time, feed-forwards, whose inner states are the largest tensors, 1,024.
-_CPU_ROWS, _CPU_TOKENS = 128, 1024
+Loss = torch.Tensor | None
+NumItems = int | torch.Tensor | None
+PositionEmbeddings = tuple[torch.Tensor, ...]
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+HeadOutput = (
+    modeling_outputs.MaskedLMOutput
+    | modeling_outputs.SequenceClassifierOutput
+    | modeling_outputs.MultipleChoiceModelOutput
+    | modeling_outputs.TokenClassifierOutput
+)
 
 
 # ------------------------------------------------------------------------------------------- blocks
@@ -63,36 +79,26 @@ class NeoBERTRMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), (..., D); float32 inside."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not _on_cpu_without_gradients(x):
-            return super().forward(x)
-        output = torch.empty_like(x, memory_format=torch.contiguous_format)
-        weight = at_least_float32(self.weight)
-        pieces = (tensor.flatten(0, -2).split(_CPU_ROWS) for tensor in (x, output))
-        for rows, result in zip(*pieces):
-            rows = at_least_float32(rows)
-            scale = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt_()
-            result.copy_((rows * scale).mul_(weight))
-        return output
+        """Normalize (..., D)."""
+        if is_cpu_inference(x):
+            return rms_norm_in_slices(x, self)
+        return super().forward(x)
 
 
 class NeoBERTSwiGLU(nn.Module):
-    """w3(silu(a) * b) with (a, b) the halves of w12(x) (Shazeer 2020); (B, L, D) -> (B, L, D)."""
+    """w3(silu(a) * b) with (a, b) the halves of w12(x) (Shazeer 2020)."""
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__()
         self.w12 = nn.Linear(config.hidden_size, 2 * config.ffn_inner_size, bias=False)
         self.w3 = nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        in_pieces = _on_cpu_without_gradients(x) and type(self.w12) is type(self.w3) is nn.Linear
-        if not in_pieces or _hooks(self):
-            return self.gated(x)
-        pieces = [self.gated(rows, in_place=True) for rows in x.flatten(0, 1).split(_CPU_TOKENS)]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view_as(x)
-
-    def gated(self, x: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+        """Transform (B, L, D) into (B, L, D)."""
+        if may_overwrite(x, self.w12, self.w3):
+            return swiglu_in_slices(x, self.w12, self.w3)
         gate, value = self.w12(x).chunk(2, dim=-1)
-        return self.w3(F.silu(gate).mul_(value) if in_place else F.silu(gate) * value)
+        return self.w3(F.silu(gate) * value)
 
 
 class NeoBERTBlock(GradientCheckpointingLayer):
@@ -103,7 +109,7 @@ class NeoBERTBlock(GradientCheckpointingLayer):
 
     is_causal = False
 
-    def __init__(self, config: NeoBERTConfig, layer_idx: int):
+    def __init__(self, config: NeoBERTConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -119,59 +125,67 @@ class NeoBERTBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, ...] | None,
+        position_embeddings: PositionEmbeddings | None,
         attention: AttentionDispatch,
         output_attentions: bool = False,
-        **kwargs,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """
+        **kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute one block.
+
         Args:
-            hidden: (B, L, D), or packed (1, T, D).
-            position_embeddings: from `rotary_embeddings`, or None with learned positions.
-            attention: the `AttentionDispatch` of this forward.
-            output_attentions: also return the weights, (B, H, L, L).
+            hidden: Hidden states, (B, L, D), or packed (1, T, D).
+            position_embeddings: Result of `rotary_embeddings`, or None with learned positions.
+            attention: Kernel and mask of this forward pass.
+            output_attentions: Whether to return the attention weights, too.
+            **kwargs: Further arguments of the attention function.
+
         Returns:
-            hidden states in the same shape; with `output_attentions` a tuple with the weights.
+            Hidden states in the same shape; with `output_attentions` a tuple of them and the
+            weights, (B, H, L, L).
         """
         query, key, value = self.project(hidden, position_embeddings)
         dropout = self.config.attention_dropout if self.training else 0.0
-        # vLLM reads this source: it wants one name from ALL_ATTENTION_FUNCTIONS, called once, with
-        # `scaling=self.scaling`.
+
+        # vLLM parses this source. It requires one name from ALL_ATTENTION_FUNCTIONS that is called
+        # once, with `scaling=self.scaling`.
         name = self.config._attn_implementation
         attention_interface = ALL_ATTENTION_FUNCTIONS.get(name, eager_attention_forward)
-        attention_interface = attention.around(attention_interface)
+        attention_interface = attention.wrap(attention_interface)
         output, weights = attention_interface(
             self, query, key, value, attention.mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
-        del query, key, value  # before `wo` takes memory of its own
-        # Functions return (B, L, H, K); those of serving engines (T, H * K).
+        # Free memory before `wo` allocates its output.
+        del query, key, value
+
+        # Attention functions return (B, L, H, K); those of serving engines (T, H * K).
         output = self.wo(output.reshape(hidden.shape))
         hidden = hidden + self.dropout(output)
-        del output  # before the feed-forward takes memory of its own
+        # Free memory before the feed-forward allocates its inner states.
+        del output
+
         hidden = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
         return (hidden, weights) if output_attentions else hidden
 
     def project(
-        self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...] | None
+        self, hidden: torch.Tensor, position_embeddings: PositionEmbeddings | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys, rotated, and values of the normed hidden states: (B, H, L, K) each."""
+        """Return rotated queries, rotated keys, and values, (B, H, L, K) each."""
         # The rows of qkv.weight are interleaved per head: (H, 3, K).
         qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1))
         query_key, value = qkv.split((2, 1), dim=-2)
         if position_embeddings is not None:
-            in_place = _on_cpu_without_gradients(hidden) and type(self.qkv) is nn.Linear
-            in_place = in_place and not _hooks(self.qkv)
+            in_place = may_overwrite(hidden, self.qkv)
             query_key = apply_rotary_pos_emb(query_key, position_embeddings, in_place)
         query, key = query_key.unbind(-2)
         return query.transpose(1, 2), key.transpose(1, 2), value.squeeze(-2).transpose(1, 2)
 
 
-def _norm(config):
+def _norm(config: NeoBERTConfig) -> nn.Module:
     norm = NeoBERTRMSNorm if config.norm_type == "rms" else nn.LayerNorm
     return norm(config.hidden_size, eps=config.norm_eps)
 
 
-def _feed_forward(config):
+def _feed_forward(config: NeoBERTConfig) -> nn.Module:
     if config.hidden_act == "swiglu":
         return NeoBERTSwiGLU(config)
     up = nn.Linear(config.hidden_size, config.ffn_inner_size, bias=False)
@@ -183,59 +197,85 @@ def _feed_forward(config):
 
 
 class NeoBERTPreTrainedModel(PreTrainedModel):
+    """Base class of all NeoBERT models: initialization, saving and the choice of the layout."""
+
+    config: NeoBERTConfig
     config_class = NeoBERTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NeoBERTBlock"]
-    _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
-    _supports_flash_attn = _supports_flash_attn_2 = _supports_flash_attn_3 = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _supports_flash_attn = True
+    _supports_flash_attn_2 = True
+    _supports_flash_attn_3 = True
     # Classes without a decoder load masked-LM checkpoints.
-    _keys_to_ignore_on_load_unexpected = [r"^decoder\."]
+    _keys_to_ignore_on_load_unexpected: list[str] | None = [r"^decoder\."]
 
-    def _init_weights(self, module):
-        """Paper, section 3: uniform.
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize uniformly (paper, section 3).
 
-        `torch.nn.init` functions only: transformers 5 skips those on weights already loaded.
+        Only functions of `torch.nn.init` are used: transformers 5 skips them on loaded weights.
         """
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            is_linear = isinstance(module, nn.Linear)
-            bound = getattr(self.config, f"{'decoder' if is_linear else 'embedding'}_init_range")
+        if isinstance(module, nn.Linear):
+            bound = self.config.decoder_init_range
             nn.init.uniform_(module.weight, -bound, bound)
-            if is_linear and module.bias is not None:
+            if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        else:  # norms, and what a user's subclass holds
+        elif isinstance(module, nn.Embedding):
+            bound = self.config.embedding_init_range
+            nn.init.uniform_(module.weight, -bound, bound)
+        else:
+            # Norms, and other modules of a user's subclass.
             super()._init_weights(module)
 
-    def save_pretrained(
-        self, save_directory: str | Path, is_main_process: bool = True, *args, **kwargs
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """As in the library, with the code files that `auto_map` names."""
+        """Save the model as transformers does, with the code files that `auto_map` names.
+
+        Args:
+            save_directory: Directory to write to.
+            is_main_process: Whether this process writes the files.
+            *args: Further arguments of `PreTrainedModel.save_pretrained`.
+            **kwargs: Further arguments of `PreTrainedModel.save_pretrained`.
+        """
         if is_main_process and not Path(save_directory).is_file():
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             custom_object_save(NeoBERTPreTrainedModel, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
+    def _backbone(self) -> "NeoBERTModel":
+        """Return the `NeoBERTModel` of this model."""
+        backbone: Any = getattr(self, self.base_model_prefix, self)
+        return backbone
+
     def get_input_embeddings(self) -> nn.Module:
-        return getattr(self, self.base_model_prefix, self).encoder
+        """Return the token embedding."""
+        return self._backbone().encoder
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        getattr(self, self.base_model_prefix, self).encoder = value
+        """Replace the token embedding."""
+        self._backbone().encoder = value
 
     def get_encoder(self, modality: str | None = None) -> nn.ModuleList:
-        """The blocks. (`model.encoder` is the token embedding, a published name.)"""
-        return getattr(self, self.base_model_prefix, self).transformer_encoder
+        """Return the blocks. `model.encoder` is the token embedding, a published name."""
+        return self._backbone().transformer_encoder
 
     def attention_backend(self) -> str:
-        """One sentence: the kernel of packed batches here, and why no faster one runs.
+        """Describe the kernel of packed batches, and why no faster one runs.
 
-        For the model's device, and its dtype or that of autocast.
+        The answer is for the device of the model, and for its dtype or that of autocast.
         """
-        implementation, device = self.config._attn_implementation, self.device
+        implementation = self.config._attn_implementation
+        device = self.device
         if device.type == "meta":
             return (
                 "The weights are not on a device yet (or accelerate moves them there one by one), "
                 "so no kernel can be named."
             )
+
         dtype = autocast_dtype(device, self.dtype)
         try:
             kernel, reason = attention_kernel(
@@ -243,24 +283,32 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
             )
         except ValueError as error:
             return str(error)
-        words = KERNELS[kernel].format(implementation) + (f"; {reason}." if reason else ".")
-        if not self.config.unpad_inputs:
-            words += " Padded batches are not packed: unpad_inputs is off."
-        return f"{implementation} on {device.type} in {str(dtype).removeprefix('torch.')}: {words}"
 
-    def _is_observed(self):
-        """True if a hook or a replaced block would see packed tensors; then nothing is packed."""
+        description = KERNELS[kernel].format(implementation) + (f"; {reason}." if reason else ".")
+        if not self.config.unpad_inputs:
+            description += " Padded batches are not packed: unpad_inputs is off."
+        dtype_name = str(dtype).removeprefix("torch.")
+        return f"{implementation} on {device.type} in {dtype_name}: {description}"
+
+    def _is_observed(self) -> bool:
+        """Return whether a hook or a replaced block would see packed tensors.
+
+        Padded batches are then not packed.
+        """
         if is_tracing():
             return False
-        blocks = getattr(getattr(self, self.base_model_prefix, self), "transformer_encoder", ())
-        observers = [hook for hook in _hooks(self) if hook is not vars(self).get("forward")]
-        observers += [type(block) for block in blocks if type(block) is not NeoBERTBlock]
-        observers = [observer for observer in observers if not _is_machinery(observer)]
+
+        # A patched forward of the model itself sees the batch of the caller.
+        hooks = [hook for hook in hooks_of(self) if hook is not vars(self).get("forward")]
+        blocks = getattr(self._backbone(), "transformer_encoder", ())
+        replaced = [type(block) for block in blocks if type(block) is not NeoBERTBlock]
+        observers = [observer for observer in hooks + replaced if not is_machinery(observer)]
+
         if observers and self.config.unpad_inputs:
             name = getattr(observers[0], "__qualname__", type(observers[0]).__name__)
             logger.warning_once(
                 f"Padded batches are not packed while {name} is a hook or a replacement "
-                "inside of the model: it sees dense batches."
+                "inside the model: it gets dense batches."
             )
         return bool(observers)
 
@@ -269,20 +317,23 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 class NeoBERTModelOutput(modeling_outputs.BaseModelOutput):
     """`BaseModelOutput`, and for heads the `Packing` of a packed `last_hidden_state`, (1, T, D)."""
 
+    last_hidden_state: torch.Tensor = None  # type: ignore[assignment]
     packing: Packing | None = None
 
 
 class NeoBERTModel(NeoBERTPreTrainedModel):
-    """The backbone: token ids to hidden states."""
+    """Backbone: token IDs to hidden states."""
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
-        width = config.hidden_size
-        self.encoder = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        size = config.hidden_size
+        self.encoder: nn.Module = nn.Embedding(
+            config.vocab_size, size, padding_idx=config.pad_token_id
+        )
         if config.position_embedding_type == "learned":
             # Row 0 is padding; positions count from 1.
             rows = config.max_position_embeddings + 1
-            self.positional_embedding = nn.Embedding(rows, width, padding_idx=0)
+            self.positional_embedding = nn.Embedding(rows, size, padding_idx=0)
         self.embedding_dropout = nn.Dropout(config.hidden_dropout)
         blocks = (NeoBERTBlock(config, i) for i in range(config.num_hidden_layers))
         self.transformer_encoder = nn.ModuleList(blocks)
@@ -292,7 +343,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     @property
     def n_layers(self) -> int:
-        """Number of blocks. Setting it drops those above, as bert-score does."""
+        """Number of blocks. Setting it drops the blocks above, as bert-score does."""
         return len(self.transformer_encoder)
 
     @n_layers.setter
@@ -312,74 +363,91 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         output_hidden_states: bool | None = None,
         unpad_inputs: bool | None = None,
         keep_packed: bool = False,
-        **kwargs,
+        **kwargs: Any,
     ) -> NeoBERTModelOutput:
-        """
+        """Compute hidden states.
+
         Args:
-            input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their
-                place.
-            attention_mask: (B, L) of ones and zeros, int, bool or float; None if every token is
-                real. Or (B, 1, L or 1, L), boolean (True where attention is allowed) or additive,
-                which is handed on as it is: such a batch is not packed.
-            token_type_ids: accepted for BERT's sake and ignored.
-            position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the
-                sequence when packed. A single row without attention_mask whose positions start
-                again at 0 is taken as a packed batch, with a warning: this ends in the next
-                release.
-            output_attentions: also return (B, H, L, L) weights per block, computed by the eager
-                function.
-            output_hidden_states: also return the num_hidden_layers + 1 hidden states; the last one
-                is normed.
-            unpad_inputs: whether the model packs a padded batch. By default as
-                `config.unpad_inputs` says, but not while a hook or a replacement inside of the
-                model would see packed tensors, nor with hidden states that need gradients.
-            keep_packed: return packed hidden states with their `Packing`, for heads.
-            kwargs: handed to the attention function as they are. `cu_seq_lens_q`, `cu_seq_lens_k`
-                ((N + 1,) int32) and `max_length_q`, `max_length_k` mark a packed (1, T) batch.
+            input_ids: Token IDs, (B, L), or packed (1, T).
+            attention_mask: Ones at tokens and zeros at padding, (B, L), int, bool or float. None if
+                nothing is padded. Or (B, 1, L or 1, L), boolean (True where attention is allowed)
+                or additive, which is passed on as it is; such a batch is not packed.
+            token_type_ids: Ignored; accepted because BERT has them.
+            position_ids: Positions, (L,), (1, L) or (B, L). By default the index in the row, or in
+                the sequence of a packed batch. A single row without attention_mask whose positions
+                restart at 0 is treated as a packed batch, with a warning. This is deprecated.
+            inputs_embeds: Embeddings instead of `input_ids`, (B, L, D).
+            output_attentions: Whether to return the weights of each block, (B, H, L, L), computed
+                by the eager function.
+            output_hidden_states: Whether to return the num_hidden_layers + 1 hidden states, the
+                last of which is normalized.
+            unpad_inputs: Whether the model packs a padded batch. By default `config.unpad_inputs`,
+                except while a hook or a replacement inside the model would see packed tensors, and
+                except for hidden states that need gradients.
+            keep_packed: Whether to return packed hidden states with their `Packing`, for heads.
+            **kwargs: Passed on to the attention function. `cu_seq_lens_q`, `cu_seq_lens_k`
+                ((N + 1,) int32) and `max_length_q`, `max_length_k` identify a packed batch (1, T).
+
         Returns:
-            `NeoBERTModelOutput` in the caller's shape. Where the model packed a padded batch,
-            padding positions are zero.
+            Outputs in the caller's shape. Where the model packed a padded batch, padding positions
+            are zero.
+
         Raises:
-            ValueError: inputs that do not fit together.
+            ValueError: If inputs are invalid or do not fit together.
         """
         tensor = self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
-        if position_ids is not None:  # from (L,), (1, L) or (B, L)
-            position_ids = position_ids.reshape(-1, tensor.shape[1])
-        config, implementation = self.config, self.config._attn_implementation
-        defaults = config.output_attentions, config.output_hidden_states
-        output_attentions = defaults[0] if output_attentions is None else output_attentions
-        output_hidden_states = defaults[1] if output_hidden_states is None else output_hidden_states
+        shape = tensor.shape[:2]
+        if position_ids is not None:
+            # From (L,), (1, L) or (B, L).
+            position_ids = position_ids.reshape(-1, shape[1])
+
+        config = self.config
+        implementation = config._attn_implementation
+        if output_attentions is None:
+            output_attentions = bool(config.output_attentions)
+        if output_hidden_states is None:
+            output_hidden_states = bool(config.output_hidden_states)
         if output_attentions and implementation != "eager":
             logger.warning_once(
-                f"output_attentions=True: {implementation} returns no weights, "
-                "the eager function is used instead."
+                f"output_attentions=True: {implementation} returns no weights, so the eager "
+                "function is used."
             )
             implementation = "eager"
-        if unpad_inputs is None:
-            # Hidden states of a packed batch are unpacked copies, off the graph.
-            needs_states = output_hidden_states and torch.is_grad_enabled()
-            observed = not keep_packed and self._is_observed()  # a head has looked itself
-            unpad_inputs = config.unpad_inputs and not needs_states and not observed
-        may_pack = unpad_inputs and not output_attentions
 
-        packing, mask = self._read_layout(
-            tensor, attention_mask, position_ids, implementation, may_pack, kwargs
-        )
-        longest = self._longest(tensor.shape[1], packing, mask)
-        hidden, positions = self._embed(
-            input_ids, inputs_embeds, attention_mask, position_ids, packing
-        )
+        # Pack the batch, unless the caller did or must get a dense one.
+        kernel = self._kernel(implementation, tensor.device)
+        packing = self._read_packing(shape, attention_mask, position_ids, kernel, kwargs)
+        mask = None
+        if packing is None:
+            if unpad_inputs is None:
+                unpad_inputs = self._unpads_by_default(output_hidden_states, keep_packed)
+            may_pack = unpad_inputs and not output_attentions and kernel in PACKING_KERNELS
+            packing, mask = _pack_padded(attention_mask, shape, may_pack)
 
+        longest = self._longest(shape[1], packing, mask)
+        hidden, positions = self._embed(tensor, input_ids, attention_mask, position_ids, packing)
         blocks = self.transformer_encoder
         compiled = any(block._compiled_call_impl is not None for block in blocks)
-        angles = rotary_embeddings(config, positions, longest, compiled)
-        attention = AttentionDispatch(
+        rotations = rotary_embeddings(config, positions, longest, compiled)
+        attention = dispatch_attention(
             config, implementation, hidden, mask, packing, self.training, output_attentions
         )
-        kwargs = kwargs if packing is None else packing.kwargs(kwargs)
-        hidden, states, weights = self._encode(
-            hidden, angles, attention, output_hidden_states, output_attentions, **kwargs
-        )
+        if packing is not None:
+            kwargs = packing.kwargs(kwargs)
+
+        states: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        for block in blocks:
+            if output_hidden_states:
+                states.append(hidden)
+            hidden = block(hidden, rotations, attention, output_attentions, **kwargs)
+            if output_attentions:
+                hidden, block_weights = hidden
+                weights.append(block_weights)
+        hidden = self.layer_norm(hidden)
+        if output_hidden_states:
+            states.append(hidden)
+
         if packing is not None:
             states = [packing.unpack(state) for state in states]
             hidden = hidden if keep_packed else packing.unpack(hidden)
@@ -390,8 +458,19 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             packing=packing if keep_packed else None,
         )
 
-    def _check_inputs(self, input_ids, inputs_embeds, attention_mask, position_ids, kwargs):
-        """`input_ids`, or the `inputs_embeds` in their place."""
+    def _check_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return `input_ids`, or `inputs_embeds` instead.
+
+        Raises:
+            ValueError: If neither or both are passed, or a value is invalid.
+        """
         _check_tensors(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -402,96 +481,138 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         unknown = sorted(names - _KNOWN_KWARGS)
         if unknown and not is_tracing():
             logger.warning_once(
-                f"NeoBERT has no use for {', '.join(unknown)}: "
-                "the attention function gets it as it is. Is the name right?"
+                f"NeoBERT does not use {', '.join(unknown)}, and passes it on to the attention "
+                "function. Check the spelling."
             )
-        if (input_ids is None) == (inputs_embeds is None):
-            both = "neither was" if input_ids is None else "both were"
-            raise ValueError(f"Give either input_ids or inputs_embeds; {both} given.")
-        tensor, dimensions = inputs_embeds, 3
-        if inputs_embeds is None:
-            tensor, dimensions = input_ids, 2
+
+        if input_ids is not None and inputs_embeds is not None:
+            raise ValueError("Either `input_ids` or `inputs_embeds` must be passed, got both.")
+        if input_ids is not None:
+            tensor = input_ids
+            dimensions = 2
+        elif inputs_embeds is not None:
+            tensor = inputs_embeds
+            dimensions = 3
+        else:
+            raise ValueError("Either `input_ids` or `inputs_embeds` must be passed, got neither.")
         if tensor.dim() != dimensions or not (is_tracing() or tensor.numel()):
             raise ValueError(
-                "Give at least one token, as input_ids of shape (batch, length) or inputs_embeds "
-                f"of (batch, length, {self.config.hidden_size}), not of {tuple(tensor.shape)}."
+                "`input_ids` must have shape (batch, length), or `inputs_embeds` (batch, length, "
+                f"{self.config.hidden_size}), with at least one token, got {tuple(tensor.shape)}."
             )
-        weight = getattr(self.encoder, "weight", None)  # a user's own module may have none
-        if inputs_embeds is None and values_are_free(input_ids) and torch.is_tensor(weight):
-            lowest, highest = input_ids.min().item(), input_ids.max().item()
+
+        # A user's module in place of the embedding may have no weight.
+        weight = getattr(self.encoder, "weight", None)
+        if input_ids is not None and has_host_values(input_ids) and torch.is_tensor(weight):
+            lowest = input_ids.min().item()
+            highest = input_ids.max().item()
             if lowest < 0 or highest >= len(weight):
                 raise ValueError(
-                    f"input_ids must lie between 0 and {len(weight) - 1}, but "
-                    f"{lowest if lowest < 0 else highest} was given; is it this model's tokenizer?"
+                    f"`input_ids` must be from 0 to {len(weight) - 1}, got "
+                    f"{lowest if lowest < 0 else highest}. Use the tokenizer of this model."
                 )
         return tensor
 
-    def _read_layout(self, tensor, attention_mask, position_ids, implementation, may_pack, kwargs):
-        """The `Packing` of a batch that the caller packed, or that is packed here, and None.
+    def _kernel(self, implementation: str, device: torch.device) -> str:
+        """Return the kernel of packed batches on a device."""
+        dtype = getattr(getattr(self.encoder, "weight", None), "dtype", None) or self.dtype
+        kernel, _ = attention_kernel(self.config, implementation, device, dtype, self.training)
+        return kernel
 
-        Or None and the mask of a dense batch, which is None too if every token is real.
+    def _unpads_by_default(self, output_hidden_states: bool, keep_packed: bool) -> bool:
+        """Return whether the model packs a padded batch for which the caller does not decide."""
+        # Hidden states of a packed batch are unpacked copies, off the graph.
+        needs_states = output_hidden_states and torch.is_grad_enabled()
+        # A head, which keeps the batch packed, has looked for observers itself.
+        observed = not keep_packed and self._is_observed()
+        return self.config.unpad_inputs and not needs_states and not observed
+
+    def _read_packing(
+        self,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        kernel: str,
+        kwargs: dict[str, Any],
+    ) -> Packing | None:
+        """Return the packing of a batch that the caller packed, or None."""
+        packing = Packing.from_caller(shape, attention_mask, position_ids, kwargs)
+        from_positions = packing is not None and kwargs.get("cu_seq_lens_q") is None
+        if from_positions and not is_tracing() and kernel != "engine":
+            logger.warning_once(
+                "A row whose position_ids restart at 0 was treated as a packed batch. This is "
+                "deprecated and ends in the next release. Pass cu_seq_lens_q, as "
+                "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
+            )
+        return packing
+
+    def _embed(
+        self,
+        tensor: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        packing: Packing | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return embeddings and positions.
+
+        Args:
+            tensor: `input_ids`, or embeddings if there are none.
+            input_ids: Token IDs, or None.
+            attention_mask: Mask of the caller.
+            position_ids: Positions of the caller, (1 or B, L).
+            packing: Bounds of the sequences of a packed batch.
+
+        Returns:
+            (B, L, D) and (1 or B, L), or packed (1, T, D) and (1, T).
         """
         shape = tensor.shape[:2]
-        dtype = getattr(getattr(self.encoder, "weight", None), "dtype", None) or self.dtype
-        kernel, _ = attention_kernel(
-            self.config, implementation, tensor.device, dtype, self.training
-        )
-        packing = Packing.from_caller(shape, attention_mask, position_ids, kwargs)
-        if packing is not None:
-            told = kwargs.get("cu_seq_lens_q") is not None
-            if not told and not is_tracing() and kernel != "engine":
-                logger.warning_once(
-                    "A row whose position_ids start again at 0 was taken as packed texts. This "
-                    "ends in the next release; give cu_seq_lens_q, as DataCollatorWithFlattening("
-                    "return_flash_attn_kwargs=True) does."
-                )
-            return packing, None
-        mask = _check_mask(attention_mask, shape)
-        if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
-            return None, mask
-        lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
-        if sum(lengths) == mask.numel():
-            return None, None
-        if may_pack and any(lengths) and kernel in PACKS:
-            return Packing.from_mask(mask, lengths), None
-        return None, mask
-
-    def _embed(self, input_ids, inputs_embeds, attention_mask, position_ids, packing):
-        """Embeddings and positions: (B, L, D) and (1 or B, L), or packed (1, T, D) and (1, T)."""
-        tensor = input_ids if inputs_embeds is None else inputs_embeds
-        shape, learned = tensor.shape[:2], self.config.position_embedding_type == "learned"
+        learned = self.config.position_embedding_type == "learned"
         if position_ids is None and packing is not None and packing.index is None:
             position_ids = packing.position_ids(shape[1])
+
         if learned:
             positions = self._learned_positions(input_ids, tensor, attention_mask, position_ids)
         elif position_ids is None:
             positions = torch.arange(shape[1], device=tensor.device)[None]
         else:
             positions = position_ids
+
         if packing is not None:
-            input_ids, inputs_embeds = packing.pack(input_ids), packing.pack(inputs_embeds)
+            tensor = packing.pack(tensor)
             positions = packing.pack(positions.expand(shape))
-        hidden = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = tensor if input_ids is None else self.encoder(tensor)
         if learned:
             hidden = hidden + self.positional_embedding(positions)
         return self.embedding_dropout(hidden), positions
 
-    def _learned_positions(self, input_ids, tensor, attention_mask, position_ids):
-        """Positions of ablation M0: from 1 over real tokens, 0 at padding; 1 1 0 1 -> 1 2 0 3."""
+    def _learned_positions(
+        self,
+        input_ids: torch.Tensor | None,
+        tensor: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the positions of ablation M0, from 1 over tokens, and 0 at padding.
+
+        The mask 1 1 0 1 has the positions 1 2 0 3.
+        """
         if position_ids is not None:
             return position_ids + 1
         if attention_mask is not None and attention_mask.dim() == 2:
-            real = attention_mask != 0
+            tokens = attention_mask != 0
         elif input_ids is not None and self.config.pad_token_id is not None:
-            real = input_ids != self.config.pad_token_id
+            tokens = input_ids != self.config.pad_token_id
         else:
-            real = torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
-        return real.cumsum(dim=-1) * real
+            tokens = torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
+        return tokens.cumsum(dim=-1) * tokens
 
-    def _longest(self, length, packing, mask):
-        """Tokens of the longest sequence, on which "dynamic" RoPE depends.
+    def _longest(
+        self, length: int, packing: Packing | None, mask: torch.Tensor | None
+    ) -> int | torch.Tensor:
+        """Return the length of the longest sequence, which "dynamic" RoPE depends on.
 
-        The first text past the trained length gives a warning.
+        The first sequence beyond the trained length causes a warning.
         """
         limit = self.config.context_length
         dynamic = self.config.rope_parameters["rope_type"] == "dynamic"
@@ -503,43 +624,52 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 longest = mask.sum(dim=-1).max()
         if is_tracing() or (torch.is_tensor(longest) and not has_values(longest)):
             return longest
+
         longest = int(longest)
         if longest > limit and self.config.position_embedding_type == "learned":
             raise ValueError(
-                f"A text of {longest} tokens was given, but learned positions reach {limit}; "
-                "truncate the texts."
+                f"The sequence length must be at most {limit}, the number of learned positions, "
+                f"got {longest}. Truncate the texts."
             )
         if longest > limit:
             logger.warning_once(
-                f"A text of {longest} tokens is longer than the {limit} of max_position_embeddings "
-                "and RoPE scaling: expect worse results; "
-                "rope_scaling={'rope_type': 'yarn', 'factor': ...} extends the context."
+                f"A sequence of {longest} tokens is longer than the {limit} of "
+                "max_position_embeddings and RoPE scaling. Expect worse results, or extend the "
+                "context with rope_scaling={'rope_type': 'yarn', 'factor': ...}."
             )
         return longest
 
-    def _encode(self, hidden, angles, attention, output_hidden_states, output_attentions, **kwargs):
-        """Blocks and last norm: hidden states, what each block saw, and attention weights."""
-        states, weights = [], []
-        for block in self.transformer_encoder:
-            if output_hidden_states:
-                states.append(hidden)
-            hidden = block(hidden, angles, attention, output_attentions, **kwargs)
-            if output_attentions:
-                hidden, block_weights = hidden
-                weights.append(block_weights)
-        hidden = self.layer_norm(hidden)
-        if output_hidden_states:
-            states.append(hidden)
-        return hidden, states, weights
+
+def _pack_padded(
+    attention_mask: torch.Tensor | None, shape: torch.Size, may_pack: bool
+) -> tuple[Packing | None, torch.Tensor | None]:
+    """Pack a padded batch, if allowed.
+
+    Returns:
+        `(packing, None)` for a packed batch and `(None, mask)` for a dense one; `mask` is None if
+        nothing is padded.
+    """
+    mask = _check_mask(attention_mask, shape)
+    if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
+        return None, mask
+
+    # The only wait for a GPU.
+    lengths = mask.sum(dim=-1).tolist()
+    if sum(lengths) == mask.numel():
+        return None, None
+    if may_pack and any(lengths):
+        return Packing.from_mask(mask, lengths), None
+    return None, mask
 
 
 # -------------------------------------------------------------------------------------------- heads
 
 
 class _HeadModel(NeoBERTPreTrainedModel):
-    """A backbone with a head. `predict` works on packed hidden states and puts back its logits."""
+    """Backbone with a head that works on packed hidden states and unpacks only its logits."""
 
-    output_class: type[ModelOutput]
+    model: NeoBERTModel
+    output_class: type[HeadOutput]
 
     @can_return_tuple
     def forward(
@@ -550,29 +680,40 @@ class _HeadModel(NeoBERTPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
-        **kwargs,
-    ) -> (
-        modeling_outputs.MaskedLMOutput
-        | modeling_outputs.SequenceClassifierOutput
-        | modeling_outputs.MultipleChoiceModelOutput
-        | modeling_outputs.TokenClassifierOutput
-    ):
-        """Inputs as in `NeoBERTModel`; the class says what its labels and logits are.
+        num_items_in_batch: NumItems = None,
+        **kwargs: Any,
+    ) -> HeadOutput:
+        """Compute logits, and the loss if labels are passed.
 
         Args:
-            num_items_in_batch: what the summed loss is divided by; by default the labelled items
+            input_ids: See `NeoBERTModel`.
+            attention_mask: See `NeoBERTModel`.
+            token_type_ids: Ignored; accepted because BERT has them.
+            position_ids: See `NeoBERTModel`.
+            inputs_embeds: See `NeoBERTModel`.
+            labels: Labels in the shape that the class documents.
+            num_items_in_batch: Divisor of the summed loss. By default the number of labeled items
                 of this batch.
+            **kwargs: See `NeoBERTModel`.
+
         Returns:
-            loss (None without labels), logits, and hidden_states and attentions where asked for.
+            The loss (None without labels), logits, and hidden states and attention weights if they
+            are requested.
         """
         outputs = self.run_backbone(
             input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
         )
-        shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+        # The backbone has checked that there is one of them.
+        tensor = inputs_embeds if input_ids is None else input_ids
+        assert tensor is not None
+        shape = tensor.shape[:2]
         loss, logits = self.predict(outputs, shape, attention_mask, labels, num_items_in_batch)
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
-        return self.output_class(loss=loss, logits=logits, **states)
+        return self.output_class(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     def run_backbone(
         self,
@@ -580,21 +721,41 @@ class _HeadModel(NeoBERTPreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
-        **kwargs,
+        **kwargs: Any,
     ) -> NeoBERTModelOutput:
-        """`NeoBERTModelOutput` with the `Packing` of a packed batch."""
-        kwargs |= {"return_dict": True, "keep_packed": True}
+        """Return the outputs of the backbone, with the `Packing` of a packed batch."""
+        kwargs["return_dict"] = True
+        kwargs["keep_packed"] = True
         if kwargs.get("unpad_inputs") is None and self._is_observed():
-            # The model packs nothing itself; what the caller packed stays packed.
+            # The model packs nothing itself. A batch that the caller packed stays packed.
             kwargs["unpad_inputs"] = False
         return self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, **kwargs)
+
+    def predict(
+        self,
+        outputs: NeoBERTModelOutput,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: NumItems,
+    ) -> tuple[Loss, torch.Tensor]:
+        """Return the loss and the logits of the outputs of the backbone.
+
+        Args:
+            outputs: Outputs of `run_backbone`.
+            shape: First two dimensions of the inputs.
+            attention_mask: Mask of the caller.
+            labels: Labels of the caller.
+            num_items_in_batch: Divisor of the summed loss, or None.
+        """
+        raise NotImplementedError
 
 
 class NeoBERTForMaskedLM(_HeadModel):
     """Backbone and decoder: unlike BERT, no transform and (as published) no tied weight.
 
-    labels: (B, L) or (B * L,) token ids; -100 and labels at padding are ignored. logits: (B, L, V),
-    zero at padding where the model packed; with `config.sparse_prediction` and labels (labelled
+    labels: (B, L) or (B * L,) token IDs; -100 and labels at padding are ignored. logits: (B, L, V),
+    zero at padding where the model packed; with `config.sparse_prediction` and labels (labeled
     tokens, V), in the order of the rows.
     """
 
@@ -602,18 +763,20 @@ class NeoBERTForMaskedLM(_HeadModel):
     _keys_to_ignore_on_load_unexpected = None
     _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
         self.model = NeoBERTModel(config)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder: nn.Module = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
-        # transformers 5 takes the backbone's pattern over, which is not meant for a decoder.
+        # transformers 5 copies the pattern of the backbone, which must not match this decoder.
         self._keys_to_ignore_on_load_unexpected = None
 
     def get_output_embeddings(self) -> nn.Module:
+        """Return the decoder."""
         return self.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the decoder."""
         self.decoder = new_embeddings
 
     def predict(
@@ -622,28 +785,33 @@ class NeoBERTForMaskedLM(_HeadModel):
         shape: torch.Size,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        num_items_in_batch: int | torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        hidden, packing = outputs.last_hidden_state, outputs.packing
+        num_items_in_batch: NumItems,
+    ) -> tuple[Loss, torch.Tensor]:
+        """Return the loss and the logits. See `_HeadModel.predict`."""
+        hidden = outputs.last_hidden_state
+        packing = outputs.packing
         if labels is None:
             return None, _unpacked(self.decoder(hidden), packing)
-        labels, items = _token_labels(
+
+        labels, num_items = _token_labels(
             labels, shape, self.config.vocab_size, packing, attention_mask, num_items_in_batch
         )
         if not self.config.sparse_prediction or is_tracing():
             logits = self.decoder(hidden)
-            return _cross_entropy(logits, labels, items), _unpacked(logits, packing)
-        rows = (labels.flatten() != -100).nonzero().squeeze(-1)
-        if packing is not None and packing.index is not None:  # in the caller's order
-            rows = rows[packing.index[rows].argsort()]
-        logits = self.decoder(hidden.flatten(0, 1)[rows])
-        return _cross_entropy(logits, labels.flatten()[rows], items), logits
+            return _cross_entropy(logits, labels, num_items), _unpacked(logits, packing)
+
+        labeled = (labels.flatten() != -100).nonzero().squeeze(-1)
+        if packing is not None and packing.index is not None:
+            # Restore the order of the caller's rows.
+            labeled = labeled[packing.index[labeled].argsort()]
+        logits = self.decoder(hidden.flatten(0, 1)[labeled])
+        return _cross_entropy(logits, labels.flatten()[labeled], num_items), logits
 
 
 class _TaskHeadModel(_HeadModel):
-    """A head of newly initialised linear layers: normal(0, classifier_init_range), biases zero."""
+    """Head of newly initialized linear layers: normal(0, classifier_init_range), zero biases."""
 
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
             if module.bias is not None:
@@ -655,25 +823,26 @@ class _TaskHeadModel(_HeadModel):
 class _PooledHeadModel(_TaskHeadModel):
     """dropout(pooled) -> dense -> tanh -> dropout -> classifier, as in the authors' code."""
 
-    def __init__(self, config: NeoBERTConfig, outputs: int):
+    def __init__(self, config: NeoBERTConfig, num_outputs: int) -> None:
         super().__init__(config)
         self.model = NeoBERTModel(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.hidden_size, outputs)
+        self.classifier = nn.Linear(config.hidden_size, num_outputs)
 
-    def _init_weights(self, module):
-        """`dense` is the same draw in every process: PEFT saves only the classifier of a head."""
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize `dense` identically in every process: PEFT saves only the classifier."""
         super()._init_weights(module)
         if module is getattr(self, "dense", None):
-            _draw_alike(module.weight, self.config.classifier_init_range)
+            _init_reproducibly(module.weight, self.config.classifier_init_range)
 
     def classify(
         self, outputs: NeoBERTModelOutput, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits, (B, outputs), or (N, outputs) of a batch that the caller packed."""
+        """Return logits, (B, num_outputs), or (N, num_outputs) if the caller packed the batch."""
         pooled = self.pool(outputs.last_hidden_state, outputs.packing, attention_mask)
-        return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+        pooled = torch.tanh(self.dense(self.dropout(pooled)))
+        return self.classifier(self.dropout(pooled))
 
     def pool(
         self,
@@ -681,14 +850,15 @@ class _PooledHeadModel(_TaskHeadModel):
         packing: Packing | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One vector a sequence, of its first real token or the mean over its real tokens.
-
-        As `classifier_pooling` says; zeros for a sequence without a real token.
+        """Pool each sequence as `config.classifier_pooling` selects, zeros for an empty sequence.
 
         Args:
-            hidden: (B, L, D) with its `attention_mask`, or packed (1, T, D) with its `packing`.
+            hidden: Hidden states, (B, L, D) or packed (1, T, D).
+            packing: Bounds of the sequences of packed hidden states.
+            attention_mask: Mask of (B, L, D) hidden states.
+
         Returns:
-            (B, D), or (N, D) for a batch that the caller packed.
+            (B, D), or (N, D) if the caller packed the batch.
         """
         mean = self.config.classifier_pooling == "mean"
         if packing is not None:
@@ -698,10 +868,12 @@ class _PooledHeadModel(_TaskHeadModel):
             firsts = packing.cu_seq_lens[:-1].long().clamp(max=hidden.shape[1] - 1)
             empty = packing.cu_seq_lens.diff()[:, None] == 0
             return packing.to_rows(hidden[0, firsts].masked_fill(empty, 0.0))
+
         if attention_mask is None or attention_mask.dim() != 2:
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
-        if mean:  # in float32, as in `Packing.means`
+        if mean:
+            # In float32, as in `Packing.means`.
             sums = (hidden * mask[..., None]).sum(dim=1, dtype=torch.float32)
             return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         firsts = mask.to(torch.int32).argmax(dim=-1)
@@ -710,8 +882,8 @@ class _PooledHeadModel(_TaskHeadModel):
 
 
 @torch.no_grad()
-def _draw_alike(weight, std):
-    """Fill with a fixed random draw, normal(0, std). Weights from a checkpoint are left alone."""
+def _init_reproducibly(weight: torch.Tensor, std: float) -> None:
+    """Fill a weight with a fixed sample of normal(0, std), unless a checkpoint has filled it."""
     if weight.device.type != "meta" and not getattr(weight, "_is_hf_initialized", False):
         generator = torch.Generator().manual_seed(0)
         weight.copy_(std * torch.randn(weight.shape, generator=generator, device="cpu"))
@@ -720,16 +892,16 @@ def _draw_alike(weight, std):
 class NeoBERTForSequenceClassification(_PooledHeadModel):
     """Regression, single-label or multi-label classification, by `config.problem_type` as in BERT.
 
-    labels: (B,) or (B, 1) classes; (B,) or (B, C) numbers for regression; (B, C) zeros and ones for
-    multi-label. A `problem_type` of None is set to what the labels' shape and dtype say. logits:
-    (B, C), or (N, C) for a batch that the caller packed.
+    labels: (B,) or (B, 1) classes; (B,) or (B, C) values for regression; (B, C) zeros and ones for
+    multi-label classification. The shape and dtype of the first labels set a `problem_type` of
+    None. logits: (B, C), or (N, C) if the caller packed the batch.
     """
 
     output_class = modeling_outputs.SequenceClassifierOutput
 
-    def __init__(self, config: NeoBERTConfig):
-        super().__init__(config, config.num_labels)
-        self.num_labels = config.num_labels
+    def __init__(self, config: NeoBERTConfig) -> None:
+        super().__init__(config, config.num_labels)  # type: ignore[arg-type]
+        self.num_labels: int = config.num_labels  # type: ignore[assignment]
         self.post_init()
 
     def predict(
@@ -738,49 +910,68 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         shape: torch.Size,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        num_items_in_batch: int | torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        num_items_in_batch: NumItems,
+    ) -> tuple[Loss, torch.Tensor]:
+        """Return the loss and the logits. See `_HeadModel.predict`."""
         logits = self.classify(outputs, attention_mask)
-        return None if labels is None else self.loss(logits, labels, num_items_in_batch), logits
+        if labels is None:
+            return None, logits
+        return self.loss(logits, labels, num_items_in_batch), logits
 
     def loss(
         self,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        num_items_in_batch: NumItems = None,
     ) -> torch.Tensor:
-        """Loss of (B, C) logits by `config.problem_type`."""
+        """Return the loss of (B, C) logits for `config.problem_type`.
+
+        Raises:
+            ValueError: If the labels have another shape or dtype, or are out of range.
+        """
         _check_tensors(labels=labels)
         if self.config.problem_type is None:
-            one_column = labels.dim() == 1 or labels.shape[1:] == (1,)
-            classes = one_column and not labels.is_floating_point()
-            several = "single_label_classification" if classes else "multi_label_classification"
-            self.config.problem_type = "regression" if self.num_labels == 1 else several
-        problem = self.config.problem_type
-        if problem == "single_label_classification":
+            self.config.problem_type = self._infer_problem_type(labels)
+        problem_type = self.config.problem_type
+        if problem_type == "single_label_classification":
             labels = _check_labels("labels", labels, logits.shape[:1], self.num_labels)
             return _cross_entropy(logits, labels, num_items_in_batch)
+
         flat = self.num_labels == 1 and labels.dim() == 1
         _check_shape("labels", labels, logits.shape[:1] if flat else logits.shape)
-        multi_label = problem == "multi_label_classification"
-        if multi_label and values_are_free(labels) and ((labels < 0) | (labels > 1)).any():
-            raise ValueError("Multi-label labels must lie between 0 and 1, but others were given.")
-        function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
+        multi_label = problem_type == "multi_label_classification"
+        if multi_label and has_host_values(labels) and ((labels < 0) | (labels > 1)).any():
+            raise ValueError(
+                "`labels` must be between 0 and 1 for multi-label classification, got values from "
+                f"{labels.min().item()} to {labels.max().item()}."
+            )
+
+        loss_function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
         logits = at_least_float32(logits).view_as(labels)
-        total = function(logits, labels.to(logits.dtype), reduction="sum")
-        return _mean(total, torch.tensor(labels.numel(), device=total.device), num_items_in_batch)
+        total = loss_function(logits, labels.to(logits.dtype), reduction="sum")
+        count = torch.tensor(labels.numel(), device=total.device)
+        return _mean(total, count, num_items_in_batch)
+
+    def _infer_problem_type(self, labels: torch.Tensor) -> ProblemType:
+        """Return the problem type of labels of this shape and dtype, as BERT does."""
+        if self.num_labels == 1:
+            return "regression"
+        one_column = labels.dim() == 1 or labels.shape[1:] == (1,)
+        if one_column and not labels.is_floating_point():
+            return "single_label_classification"
+        return "multi_label_classification"
 
 
 class NeoBERTForMultipleChoice(_PooledHeadModel):
-    """Scores C candidate texts of a question.
+    """Scores of C candidate texts.
 
-    input_ids, attention_mask, position_ids: (B, C, L); inputs_embeds: (B, C, L, D). labels: (B,)
-    index of the right candidate. logits: (B, C).
+    input_ids, attention_mask, position_ids: (B, C, L); inputs_embeds: (B, C, L, D). labels: index
+    of the correct candidate, (B,). logits: (B, C).
     """
 
     output_class = modeling_outputs.MultipleChoiceModelOutput
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config, 1)
         self.post_init()
 
@@ -790,10 +981,11 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
-        **kwargs,
+        **kwargs: Any,
     ) -> NeoBERTModelOutput:
+        """Return the outputs of the backbone for the flattened candidates."""
         if position_ids is not None and attention_mask is None:
-            # So that the positions of a single candidate are not read as a packed batch.
+            # The positions of a single candidate must not be treated as a packed batch.
             attention_mask = torch.ones_like(position_ids)
         inputs = (input_ids, attention_mask, position_ids, inputs_embeds)
         flat = [None if x is None else x.flatten(0, 1) for x in inputs]
@@ -805,18 +997,19 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         shape: torch.Size,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        num_items_in_batch: int | torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        num_items_in_batch: NumItems,
+    ) -> tuple[Loss, torch.Tensor]:
+        """Return the loss and the logits. See `_HeadModel.predict`."""
         mask = None if attention_mask is None else attention_mask.flatten(0, 1)
-        logits, loss = self.classify(outputs, mask).view(shape), None
-        if labels is not None:
-            labels = _check_labels("labels", labels, shape[:1], shape[1])
-            loss = _cross_entropy(logits, labels, num_items_in_batch)
-        return loss, logits
+        logits = self.classify(outputs, mask).view(shape)
+        if labels is None:
+            return None, logits
+        labels = _check_labels("labels", labels, shape[:1], shape[1])
+        return _cross_entropy(logits, labels, num_items_in_batch), logits
 
 
 class NeoBERTForTokenClassification(_TaskHeadModel):
-    """A label for every token: dropout -> classifier.
+    """Classification of tokens: dropout -> classifier.
 
     labels: (B, L) or (B * L,) classes; -100 and labels at padding are ignored. logits: (B, L, C),
     zero at padding where the model packed.
@@ -824,12 +1017,12 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
 
     output_class = modeling_outputs.TokenClassifierOutput
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: int = config.num_labels  # type: ignore[assignment]
         self.model = NeoBERTModel(config)
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def predict(
@@ -838,32 +1031,34 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         shape: torch.Size,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        num_items_in_batch: int | torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
+        num_items_in_batch: NumItems,
+    ) -> tuple[Loss, torch.Tensor]:
+        """Return the loss and the logits. See `_HeadModel.predict`."""
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
         if labels is not None:
-            labels, items = _token_labels(
+            labels, num_items = _token_labels(
                 labels, shape, self.num_labels, outputs.packing, attention_mask, num_items_in_batch
             )
-            loss = _cross_entropy(logits, labels, items)
+            loss = _cross_entropy(logits, labels, num_items)
         return loss, _unpacked(logits, outputs.packing)
 
 
-# The logit of padding: exact in every dtype, and sums, smoothed losses and float16 stay finite.
+# Logit of padding: exact in every dtype; sums, smoothed losses and float16 stay finite.
 _NO_ANSWER = -8192.0
 
 
 class NeoBERTForQuestionAnswering(_TaskHeadModel):
     """Start and end of the answer: a linear layer with two outputs per token."""
 
-    def __init__(self, config: NeoBERTConfig):
+    def __init__(self, config: NeoBERTConfig) -> None:
         super().__init__(config)
         self.model = NeoBERTModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -872,54 +1067,61 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
-        **kwargs,
+        num_items_in_batch: NumItems = None,
+        **kwargs: Any,
     ) -> modeling_outputs.QuestionAnsweringModelOutput:
-        """Inputs as in `NeoBERTModel`.
+        """Compute the logits of start and end, and the loss if both positions are passed.
 
         Args:
-            start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row,
-                as in BERT, and at padding are ignored.
-            num_items_in_batch: what the summed loss is divided by; by default the answers of this
+            input_ids: See `NeoBERTModel`.
+            attention_mask: See `NeoBERTModel`.
+            token_type_ids: Ignored; accepted because BERT has them.
+            position_ids: See `NeoBERTModel`.
+            inputs_embeds: See `NeoBERTModel`.
+            start_positions: Index of the first token of the answer, (B,) or (B, 1). Indices outside
+                the row, as in BERT, and at padding are ignored.
+            end_positions: Index of the last token of the answer, likewise.
+            num_items_in_batch: Divisor of the summed loss. By default the number of answers of this
                 batch.
+            **kwargs: See `NeoBERTModel`.
+
         Returns:
-            start_logits, end_logits (B, L), -8,192 at padding: no answer is padding.
+            The loss (None without positions), and start_logits and end_logits, (B, L), -8,192 at
+            padding, which is never an answer.
         """
         outputs = self.run_backbone(
             input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
         )
         logits = self.qa_outputs(outputs.last_hidden_state)
-        loss = None
         if outputs.packing is not None:
             logits = outputs.packing.unpack(logits, _NO_ANSWER)
         elif attention_mask is not None and attention_mask.dim() == 2:
             logits = logits.masked_fill(attention_mask[..., None] == 0, _NO_ANSWER)
         start_logits, end_logits = logits.unbind(dim=-1)
+
+        loss = None
         if start_positions is not None and end_positions is not None:
-            losses = []
-            pairs = (
-                ("start_positions", start_positions, start_logits),
-                ("end_positions", end_positions, end_logits),
+            start_positions = _check_labels(
+                "start_positions", start_positions, start_logits.shape[:1]
             )
-            for name, positions, logits in pairs:
-                positions = _check_labels(name, positions, logits.shape[:1]).long()
-                outside = (positions < 0) | (positions >= logits.shape[1])
-                chosen = logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0]
-                outside |= chosen == _NO_ANSWER  # padding
-                positions = positions.masked_fill(outside, -100)
-                losses.append(_cross_entropy(logits, positions, num_items_in_batch))
-            loss = sum(losses) / 2
-        states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
+            end_positions = _check_labels("end_positions", end_positions, end_logits.shape[:1])
+            start_loss = _position_loss(start_logits, start_positions, num_items_in_batch)
+            end_loss = _position_loss(end_logits, end_positions, num_items_in_batch)
+            loss = (start_loss + end_loss) / 2
         return modeling_outputs.QuestionAnsweringModelOutput(
-            loss=loss, start_logits=start_logits, end_logits=end_logits, **states
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
 
 # -------------------------------------------------------------------------------- losses and labels
 
 
-def _mean(total, count, num_items_in_batch):
-    """total / num_items_in_batch if given (gradient accumulation), else total / count."""
+def _mean(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: NumItems) -> torch.Tensor:
+    """Return total / num_items_in_batch (gradient accumulation), or total / count without it."""
     if num_items_in_batch is None:
         return total / count.clamp(min=1)
     if torch.is_tensor(num_items_in_batch):
@@ -927,39 +1129,70 @@ def _mean(total, count, num_items_in_batch):
     return total / max(num_items_in_batch, 1)
 
 
-def _cross_entropy(logits, labels, num_items_in_batch=None):
-    """Mean over labels other than -100, in float32 at least; logits (..., C), labels (...)."""
-    logits, labels = at_least_float32(logits.flatten(0, -2)), labels.flatten().long()
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: NumItems = None
+) -> torch.Tensor:
+    """Return the mean loss of labels other than -100, in float32 at least.
+
+    Args:
+        logits: Logits, (..., C).
+        labels: Classes, (...).
+        num_items_in_batch: Divisor of the summed loss, or None.
+    """
+    logits = at_least_float32(logits.flatten(0, -2))
+    labels = labels.flatten().long()
     total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
 
-def _token_labels(labels, shape, classes, packing, attention_mask, num_items_in_batch):
-    """Checked labels, -100 at padding, (B, L) or packed (1, T), and what their loss is divided by.
+def _position_loss(
+    logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: NumItems
+) -> torch.Tensor:
+    """Return the loss of (B, L) logits for positions (B,), without positions outside the text."""
+    positions = positions.long()
+    outside = (positions < 0) | (positions >= logits.shape[1])
+    labeled = logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0]
+    at_padding = labeled == _NO_ANSWER
+    positions = positions.masked_fill(outside | at_padding, -100)
+    return _cross_entropy(logits, positions, num_items_in_batch)
 
-    Trainer's count includes labels on padding; it is scaled down by their share.
+
+def _token_labels(
+    labels: torch.Tensor,
+    shape: torch.Size,
+    num_classes: int,
+    packing: Packing | None,
+    attention_mask: torch.Tensor | None,
+    num_items_in_batch: NumItems,
+) -> tuple[torch.Tensor, NumItems]:
+    """Check the labels of tokens, and ignore those at padding.
+
+    Returns:
+        Labels with -100 at padding, (B, L) or packed (1, T), and the divisor of their loss. Trainer
+        counts labels at padding, so its divisor is scaled by the fraction of the other ones.
     """
-    labels = _check_labels("labels", labels, shape, classes)
+    labels = _check_labels("labels", labels, shape, num_classes)
     if packing is not None:
-        real = packing.pack(labels)
+        kept = packing.pack(labels)
     elif attention_mask is not None and attention_mask.dim() == 2:
-        real = labels.masked_fill(attention_mask == 0, -100)
+        kept = labels.masked_fill(attention_mask == 0, -100)
     else:
-        real = labels
-    if num_items_in_batch is None or real is labels:
-        return real, num_items_in_batch
-    share = (real != -100).sum() / (labels != -100).sum().clamp(min=1)
-    return real, num_items_in_batch * share
+        kept = labels
+    if num_items_in_batch is None or kept is labels:
+        return kept, num_items_in_batch
+
+    fraction = (kept != -100).sum() / (labels != -100).sum().clamp(min=1)
+    return kept, num_items_in_batch * fraction
 
 
-def _unpacked(logits, packing):
+def _unpacked(logits: torch.Tensor, packing: Packing | None) -> torch.Tensor:
     return logits if packing is None else packing.unpack(logits)
 
 
 # ------------------------------------------------------------------------------------------- checks
 
 
-# What callers hand to every model: the library's own arguments, and those of attention functions.
+# Arguments that callers pass to every model: those of the library and of attention functions.
 _KNOWN_KWARGS = {
     *TransformersKwargs.__annotations__,
     "attention_instances",
@@ -970,104 +1203,88 @@ _KNOWN_KWARGS = {
 }
 
 
-def _on_cpu_without_gradients(x):
-    """True for plain CPU inference: no gradients, no tracing, no functorch."""
-    plain = x.device.type == "cpu" and not torch.is_grad_enabled() and not is_tracing()
-    return plain and torch._C._functorch.peek_interpreter_stack() is None
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _hooks(module):
-    """Hooks, patched forwards and compiled calls in a module, and hooks of all modules."""
-    hooks = []
-    for name in _HOOKS:
-        hooks += getattr(nn.modules.module, f"_global{name}").values()
-    for inner in module.modules():
-        state = vars(inner)
-        for name in _HOOKS:
-            hooks += state[name].values()
-        patches = (state.get(name) for name in ("forward", "_hf_hook", "_compiled_call_impl"))
-        # accelerate puts the class's own forward back, as an attribute.
-        hooks += [
-            patch
-            for patch in patches
-            if patch is not None and getattr(patch, "__func__", None) is not type(inner).forward
-        ]
-    return hooks
-
-
-# Where hooks of training and loading are from, which do not mind the layout of a batch.
-_MACHINERY = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel")
-
-
-def _is_machinery(hook):
-    while isinstance(hook, partial):
-        hook = hook.func
-    is_of_training = getattr(hook, "__name__", "") == "make_inputs_require_grads"
-    return is_of_training or (getattr(hook, "__module__", None) or "").startswith(_MACHINERY)
-
-
-def _check_tensors(**tensors):
+def _check_tensors(**tensors: Any) -> None:
+    """Raise ValueError unless every value is a tensor or None."""
     for name, value in tensors.items():
         if value is not None and not torch.is_tensor(value):
             raise ValueError(
-                f"{name} must be a tensor, but a {type(value).__name__} was given; "
-                "tokenizers give tensors with return_tensors='pt'."
+                f"`{name}` must be a tensor, got {type(value).__name__}. Tokenizers return tensors "
+                "with return_tensors='pt'."
             )
 
 
-def _check_shape(name, value, shape):
+def _check_shape(name: str, value: torch.Tensor, shape: torch.Size) -> None:
+    """Raise ValueError for another shape."""
     if value.shape != shape:
-        raise ValueError(
-            f"{name} must have shape {tuple(shape)}, but {tuple(value.shape)} was given."
-        )
+        raise ValueError(f"`{name}` must have shape {tuple(shape)}, got {tuple(value.shape)}.")
 
 
-def _check_labels(name, labels, shape, classes=None):
-    """Labels in this shape, also from a flat tensor or (B, 1): classes, or -100 (ignored)."""
+def _check_labels(
+    name: str, labels: torch.Tensor, shape: torch.Size, num_classes: int | None = None
+) -> torch.Tensor:
+    """Return labels in a shape, also from a flat tensor or (B, 1).
+
+    Args:
+        name: Name of the labels, for messages.
+        labels: Classes, or -100 (ignored).
+        shape: Shape of the result.
+        num_classes: Upper limit of the classes, or None.
+
+    Raises:
+        ValueError: If the labels have another shape or dtype, or are out of range.
+    """
     _check_tensors(**{name: labels})
     if labels.dim() != len(shape) and labels.numel() == shape.numel():
         labels = labels.view(shape)
     _check_shape(name, labels, shape)
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"{name} must be whole numbers (int64), but {labels.dtype} was given.")
-    if classes is not None and values_are_free(labels):
-        wrong = (labels != -100) & ((labels < 0) | (labels >= classes))
+        raise ValueError(f"`{name}` must be integers (int64), got {labels.dtype}.")
+
+    if num_classes is not None and has_host_values(labels):
+        wrong = (labels != -100) & ((labels < 0) | (labels >= num_classes))
         if wrong.any():
             raise ValueError(
-                f"{name} must lie between 0 and {classes - 1}, or be -100 (ignored), "
-                f"but {labels[wrong][0].item()} was given."
+                f"`{name}` must be from 0 to {num_classes - 1}, or -100 (ignored), "
+                f"got {labels[wrong][0].item()}."
             )
     return labels
 
 
-def _check_mask(attention_mask, shape):
-    """(B, L) bool; or (B, 1 or H, L, L), bool or additive, also from (B, 1, 1, L); or None."""
+def _check_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Return a checked attention mask.
+
+    Returns:
+        (B, L) bool; or (B, 1 or H, L, L), bool or additive, also from (B, 1, 1, L); or None.
+
+    Raises:
+        ValueError: If the shape does not fit, or a 2-D mask has values other than 0 and 1.
+    """
     if attention_mask is None:
         return None
-    mask, (batch, length) = attention_mask, shape
+    mask = attention_mask
+    batch, length = shape
+
     if mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, length):
         if mask.shape[3] == length:
             mask = mask.expand(-1, -1, length, -1)
             return mask if mask.is_floating_point() else mask.to(torch.bool)
+
     if mask.shape == (1, length):
         mask = mask.expand(shape)
     if mask.shape != shape:
         raise ValueError(
-            f"attention_mask must have shape ({batch}, {length}), ({batch}, 1, 1, {length}) or "
-            f"({batch}, 1, {length}, {length}), but {tuple(mask.shape)} was given."
+            f"`attention_mask` must have shape ({batch}, {length}), ({batch}, 1, 1, {length}) or "
+            f"({batch}, 1, {length}, {length}), got {tuple(mask.shape)}."
         )
-    if values_are_free(mask) and not ((mask == 0) | (mask == 1)).all():
+    if has_host_values(mask) and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
-            "attention_mask must hold 1 for real tokens and 0 for padding, "
-            "but other values were given."
+            "`attention_mask` must be 1 for tokens and 0 for padding, got values from "
+            f"{mask.min().item()} to {mask.max().item()}."
         )
     return mask.to(torch.bool)
 
 
-# --------------------------------------------------------------------------------- rotary positions
+# -------------------------------------------------------------------------------- rotary embeddings
 
 
 def rotary_embeddings(
@@ -1075,85 +1292,93 @@ def rotary_embeddings(
     positions: torch.Tensor,
     longest: int | torch.Tensor,
     compiled: bool = False,
-) -> tuple[torch.Tensor, ...] | None:
-    """Rotary angles, position * theta^(-2i / K) for pair i (RoFormer, eq. 15).
+) -> PositionEmbeddings | None:
+    """Return the rotations of positions by the angles position * theta^(-2i / K) of pair i.
 
-    Worked out in float32 in every forward: a buffer would be cast by `.to(bfloat16)` and lost by
-    transformers 5 loading.
+    See RoFormer, eq. 15. They are computed in float32 in every forward pass: `.to(bfloat16)` would
+    cast a buffer, and the loader of transformers 5 would lose it.
 
     Args:
-        positions: (B or 1, L).
-        longest: tokens of the longest sequence, on which "dynamic" scaling depends.
-        compiled: for compiled blocks, which take the real form.
+        config: Configuration of the model.
+        positions: Positions, (B or 1, L).
+        longest: Length of the longest sequence in tokens, which "dynamic" scaling depends on.
+        compiled: Whether the blocks are compiled.
+
     Returns:
-        what `apply_rotary_pos_emb` takes; None with learned positions. Eager on CPU and CUDA one
-        complex number a pair, (.., 1, 1, K / 2), a single pass over memory. Traced, compiled and
-        elsewhere cosines and signed sines, (.., 1, 1, K) each, which compilers fuse.
+        None with learned positions. On CPU and CUDA one complex number per pair,
+        (B or 1, L, 1, 1, K / 2), which needs a single pass over memory. While tracing, for compiled
+        blocks and on other devices cosines and signed sines, (B or 1, L, 1, 1, K) each, which
+        compilers fuse.
     """
     if config.position_embedding_type != "rope":
         return None
-    rope_type, device = config.rope_parameters["rope_type"], positions.device
+
+    rope_type = config.rope_parameters["rope_type"]
+    device = positions.device
     if rope_type == "default":
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-        frequencies, attention_factor = config.rope_theta ** -(steps / config.head_dim), 1.0
+        frequencies = config.rope_theta ** -(steps / config.head_dim)
+        attention_factor = 1.0
     else:
-        function, settings = ROPE_INIT_FUNCTIONS[rope_type], _RopeSettings(config)
-        frequencies, attention_factor = function(settings, device, seq_len=longest)
+        init_function = ROPE_INIT_FUNCTIONS[rope_type]
+        frequencies, attention_factor = init_function(_RopeSettings(config), device, longest)
+
     # An elementwise product: unlike a matrix product, autocast leaves it in float32.
     angles = (positions[..., None].float() * frequencies.float())[:, :, None, None]
-    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    cos = angles.cos() * attention_factor
+    sin = angles.sin() * attention_factor
     if compiled or is_tracing() or device.type not in ("cpu", "cuda", "meta"):
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return (torch.complex(cos, sin),)
 
 
 def apply_rotary_pos_emb(
-    x: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...], in_place: bool = False
+    x: torch.Tensor, position_embeddings: PositionEmbeddings, in_place: bool = False
 ) -> torch.Tensor:
-    """Rotates the adjacent pairs (2i, 2i + 1) of the last axis, in float32.
+    """Rotate the adjacent pairs (2i, 2i + 1) of the last axis, in float32.
 
     Args:
-        x: (B, L, H, 2, K), queries and keys of every head, any strides.
-        position_embeddings: from `rotary_embeddings`.
-        in_place: write the result over `x`.
+        x: Queries and keys of all heads, (B, L, H, 2, K), any strides.
+        position_embeddings: Result of `rotary_embeddings`.
+        in_place: Whether the result may overwrite `x`.
+
     Returns:
-        Same shape and dtype as `x`.
+        Tensor of the shape and dtype of `x`.
     """
     if len(position_embeddings) == 2:
         cos, sin = position_embeddings
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return (at_least_float32(x) * cos + swapped * sin).type_as(x)
-    (angles,) = position_embeddings
-    if not in_place:
-        pairs = torch.view_as_complex(at_least_float32(x).unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * angles).flatten(-2).type_as(x)
-    for rows, turns in zip(x.split(_CPU_ROWS, dim=1), angles.split(_CPU_ROWS, dim=1)):
-        pairs = at_least_float32(rows).unflatten(-1, (-1, 2))
-        torch.view_as_complex(pairs).mul_(turns)
-        if rows.dtype in LOW_PRECISION:  # else the pairs are a view of the rows
-            rows.copy_(pairs.flatten(-2))
-    return x
+
+    (rotations,) = position_embeddings
+    if in_place:
+        return rotate_in_place(x, rotations)
+    pairs = torch.view_as_complex(at_least_float32(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations).flatten(-2).type_as(x)
 
 
 class _RopeSettings:
-    """What `ROPE_INIT_FUNCTIONS` reads in transformers 4 and 5; compilers can trace it."""
+    """Attributes that `ROPE_INIT_FUNCTIONS` reads in transformers 4 and 5, traceable."""
 
-    def __init__(self, config: NeoBERTConfig):
-        self.hidden_size, self.head_dim = config.hidden_size, config.head_dim
+    def __init__(self, config: NeoBERTConfig) -> None:
+        self.hidden_size = config.hidden_size
+        self.head_dim = config.head_dim
         self.num_attention_heads = config.num_attention_heads
         self.max_position_embeddings = config.max_position_embeddings
-        self.rope_theta = config.rope_theta
-        self.rope_parameters = self.rope_scaling = dict(config.rope_parameters)
         self.partial_rotary_factor = 1.0
+        self.rope_theta = config.rope_theta
+        self.rope_parameters = dict(config.rope_parameters)
+        self.rope_scaling = self.rope_parameters
 
-    def standardize_rope_params(self):
-        pass
+    def standardize_rope_params(self) -> None:
+        """Do nothing: the configuration has normalized the parameters."""
 
 
 # ---------------------------------------------------------------------------------- published names
 
 
 # Names of the published code, which old auto_maps and other tools use.
-NeoBERT, NeoBERTLMHead = NeoBERTModel, NeoBERTForMaskedLM
+NeoBERT = NeoBERTModel
+NeoBERTLMHead = NeoBERTForMaskedLM
 __all__ = ["NeoBERT", "NeoBERTLMHead", "NeoBERTPreTrainedModel"]
 __all__ += [name.partition(".")[2] for name in AUTO_MAP.values() if name.startswith("modeling_")]

@@ -1,6 +1,7 @@
-"""Pins attention: eager, sdpa, flex, flash and user functions agree, padded, packed or alone,
-forward and backward; packed texts never see each other; what reaches an attention function; and
-that sdpa makes no B x H x L x L tensor.
+"""Test attention.
+
+The eager, sdpa, flex, flash and user-defined functions agree, padded, packed and for single texts,
+forward and backward. Packed texts are isolated, and sdpa allocates no tensor of shape (B, H, L, L).
 """
 
 import inspect
@@ -106,7 +107,7 @@ def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, war
     assert ("cu_seq_lens_q" in flat) == flash_kwargs
     model = build(NeoBERTModel, implementation)
     assert_same(model(**flat).last_hidden_state[0], last_states(model, *texts))
-    assert len(warnings("give cu_seq_lens_q")) == (not flash_kwargs)
+    assert len(warnings("Pass cu_seq_lens_q")) == (not flash_kwargs)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -306,14 +307,14 @@ def test_ways_to_say_packed(implementation, given, flash):
 @pytest.mark.parametrize(
     "given,words",
     (
-        ({"cu_seq_lens_k": BOUNDS}, "without cu_seq_lens_q"),
-        ({**PACKED, "cu_seq_lens_k": torch.tensor([0, 10, 12, 19])}, "must equal cu_seq_lens_q"),
+        ({"cu_seq_lens_k": BOUNDS}, "must be passed with `cu_seq_lens_k`"),
+        ({**PACKED, "cu_seq_lens_k": torch.tensor([0, 10, 12, 19])}, "must equal `cu_seq_lens_q`"),
         ({"cu_seq_lens_q": torch.tensor([0, 12, 9, 19])}, "must rise from 0 to .* tokens, 19"),
         ({"cu_seq_lens_q": torch.tensor([0, 9, 12])}, "must rise from 0 to .* tokens, 19"),
         ({"cu_seq_lens_q": torch.tensor([1, 9, 19])}, "must rise from 0 to .* tokens, 19"),
-        ({**PACKED, "max_length_q": 3}, "at least the longest text, 9 tokens, but 3"),
-        ({**PACKED, "max_length_k": 8}, "max_length_k must be at least"),
-        ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "no padding"),
+        ({**PACKED, "max_length_q": 3}, "at least the length of the longest sequence, 9, got 3"),
+        ({**PACKED, "max_length_k": 8}, "`max_length_k` must be at least"),
+        ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "has no padding"),
     ),
 )
 def test_packing_that_does_not_fit_is_one_sentence(given, words):
@@ -429,9 +430,9 @@ def test_an_implementation_that_does_not_exist():
         model.set_attn_implementation("nosuch")
     assert model.config._attn_implementation == "sdpa", "the model keeps what it had"
     model.config._attn_implementation = "nosuch"
-    words = "There is no attention implementation 'nosuch'; set one with"
+    words = "`attn_implementation` must be a registered attention function, got 'nosuch'."
     assert model.attention_backend().startswith(words)
-    with pytest.raises(ValueError, match=f"{words} model.set_attn_implementation"):
+    with pytest.raises(ValueError, match=f"{words} .*`model.set_attn_implementation`"):
         model(random_batch([4])[0])
 
 
@@ -492,7 +493,7 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
     packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
     out, weights = attention_neobert._varlen(
-        q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({})
+        None, q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({})
     )
     assert weights is None and out.shape == (1, 12, 4, 16)
     parts = zip(*(x[0].transpose(0, 1).split([4, 8]) for x in (q, k, v)))
@@ -503,7 +504,7 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
 
     # torch 2.10 knows no scale, and its default is ours: head_dim^-0.5.
     monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: stand_in(*tensors))
-    attention_neobert._varlen(q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
+    attention_neobert._varlen(None, q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
     assert calls[1][2] == 0.25
 
 

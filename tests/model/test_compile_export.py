@@ -1,5 +1,4 @@
-"""Pins torch.compile (one graph) and torch.export with dynamic batch and length, and both
-kinds of gradient checkpointing."""
+"""Test torch.compile (one graph), torch.export with dynamic shapes, and gradient checkpointing."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
     NeoBERTModel,
-    modeling_neobert,
+    attention_neobert,
 )
 
 
@@ -133,7 +132,7 @@ DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: L
 def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
     # A program must not depend on the size of its example: 24 tokens here, the last batch is larger
     # than a slice of the CPU.
-    monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 50)
+    monkeypatch.setattr(attention_neobert, "CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
     given = {"input_ids": ids, "attention_mask": mask}

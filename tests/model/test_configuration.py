@@ -1,5 +1,6 @@
-"""Pins each setting of the configuration by what it does: the published defaults, which of two
-names wins, every dropout on its own, learned positions at their last row, and RoPE settings in any
+"""Test the effect of each configuration field.
+
+Covers the published defaults, aliases, every dropout, learned positions and RoPE settings in any
 order.
 """
 
@@ -114,7 +115,7 @@ def test_the_view_of_the_scaling():
 
 
 def test_a_max_length_of_zero_is_refused():
-    with pytest.raises(ValueError, match="max_position_embeddings must be .*, but 0 was given"):
+    with pytest.raises(ValueError, match="`max_position_embeddings` must be .*, got 0"):
         NeoBERTConfig(max_length=0)
 
 
@@ -128,7 +129,7 @@ def test_yarn_that_extends_to_less_than_the_context():
 def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
     NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": factor})
     for bad in (0.99, 0, -2.0, 1e308, True, "2"):
-        with pytest.raises(ValueError, match="factor must be a number from 1 to 1,000,000"):
+        with pytest.raises(ValueError, match="`factor` must be a number from 1 to 1,000,000"):
             NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": bad})
 
 
@@ -206,7 +207,7 @@ def test_learned_positions_at_their_last_row():
     last = torch.tensor([127])
     alone = model(ids[:, :1], position_ids=last)[0][0]
     assert_same(alone, reference_states(model, ids[0, :1], last)[0][-1], what="the last position")
-    with pytest.raises(ValueError, match="129 tokens.*learned positions reach 128"):
+    with pytest.raises(ValueError, match="at most 128, the number of learned positions, got 129"):
         model(random_batch([129])[0])
 
 

@@ -1,6 +1,8 @@
-"""Pins corners of the model that one wrong word would break while every usual batch stays right:
-inputs of other strides and dtypes, masks of four dimensions, rows of padding, learned positions,
-and what a head does when it is asked for less usual things."""
+"""Test rare inputs that usual batches do not cover.
+
+Covers strides, dtypes, four-dimensional masks, rows of padding, learned positions, and rare
+arguments of the heads.
+"""
 
 import pytest
 import torch
@@ -175,7 +177,9 @@ def test_an_additive_mask_for_a_function_of_additive_masks():
 
 def test_a_mask_function_may_not_leave_its_mask_out():
     seen, config, hidden = {}, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64)
-    attention_neobert._own_mask(lambda **given: seen.update(given), None, None, config, hidden)
+    attention_neobert._registered_mask(
+        lambda **arguments: seen.update(arguments), None, None, config, hidden
+    )
     assert seen["allow_is_causal_skip"] is seen["allow_is_bidirectional_skip"] is False
 
 
@@ -194,10 +198,10 @@ def test_labels_of_int32():
 
 def test_labels_of_the_wrong_kind():
     ids = random_batch([9])[0]
-    with pytest.raises(ValueError, match="whole numbers.*bool"):
+    with pytest.raises(ValueError, match="integers.*bool"):
         make_model(NeoBERTForMaskedLM)(ids, labels=ids > 0)
     several = {"num_labels": 3, "problem_type": "multi_label_classification"}
-    with pytest.raises(ValueError, match="between 0 and 1, but others"):
+    with pytest.raises(ValueError, match="between 0 and 1 .*, got values from -1.0 to 1.0"):
         make_model(NeoBERTForSequenceClassification, **several)(
             ids, labels=torch.tensor([[0.0, 1.0, -1.0]])
         )
@@ -260,7 +264,7 @@ def test_a_hook_without_a_module_of_its_own():
         pass
 
     hook.__module__ = None
-    assert not modeling._is_machinery(hook)
+    assert not attention_neobert.is_machinery(hook)
 
 
 def test_blocks_are_not_split_between_devices():
@@ -351,5 +355,5 @@ def test_berts_names_of_settings(tmp_path):
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
     assert NeoBERTConfig.from_pretrained(tmp_path, **given) == config
     assert config.bos_token_id is config.eos_token_id is None
-    with pytest.raises(ValueError, match="hidden_dropout must be a probability"):
+    with pytest.raises(ValueError, match="`hidden_dropout` must be a probability"):
         NeoBERTConfig(hidden_dropout_prob=1.5)

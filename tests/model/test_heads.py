@@ -1,6 +1,7 @@
-"""Pins the task heads: logits and losses against formulas in float64, `num_items_in_batch`
-(accumulated gradients are the whole batch's), pooling under any padding and packed,
-`sparse_prediction`, and the sentences about wrong labels.
+"""Test the task heads.
+
+Logits and losses equal float64 formulas. Covers `num_items_in_batch`, pooling of padded and packed
+batches, `sparse_prediction`, and messages about wrong labels.
 """
 
 import pytest
@@ -407,17 +408,22 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(head, items):
 IDS = torch.ones(2, 6, dtype=torch.long)
 ONE = torch.tensor([1])
 BAD_LABELS = (
-    (NeoBERTForMaskedLM, {}, IDS.T, r"labels must have shape \(2, 6\), but \(6, 2\) was given"),
-    (NeoBERTForMaskedLM, {}, IDS * 200, "between 0 and 199, or be -100.*200"),
-    (NeoBERTForMaskedLM, {}, IDS.float(), "whole numbers.*float32"),
+    (NeoBERTForMaskedLM, {}, IDS.T, r"`labels` must have shape \(2, 6\), got \(6, 2\)"),
+    (NeoBERTForMaskedLM, {}, IDS * 200, "from 0 to 199, or -100.*200"),
+    (NeoBERTForMaskedLM, {}, IDS.float(), "integers.*float32"),
     (NeoBERTForTokenClassification, {}, torch.tensor([0, 1]), r"\(2, 6\).*\(2,\)"),
-    (NeoBERTForSequenceClassification, {}, torch.tensor([0, 3]), "between 0 and 2.*3 was"),
+    (NeoBERTForSequenceClassification, {}, torch.tensor([0, 3]), "from 0 to 2.*got 3"),
     (NeoBERTForSequenceClassification, {}, ONE, r"\(2,\).*\(1,\)"),
     (NeoBERTForSequenceClassification, {}, torch.ones(2, 4), r"\(2, 3\).*\(2, 4\)"),
-    (NeoBERTForSequenceClassification, {}, torch.ones(2, 3) * 2, "between 0 and 1, but others"),
+    (
+        NeoBERTForSequenceClassification,
+        {},
+        torch.ones(2, 3) * 2,
+        "between 0 and 1 .*, got values from 2.0 to 2.0",
+    ),
     (NeoBERTForSequenceClassification, {"num_labels": 1}, torch.ones(3), r"\(2,\).*\(3,\)"),
-    (NeoBERTForMultipleChoice, {}, None, r"input_ids of shape.*\(12,\)"),
-    (NeoBERTForMultipleChoice, {}, ONE * 5, "between 0 and 1.*5 was"),
+    (NeoBERTForMultipleChoice, {}, None, r"`input_ids` must have shape.*\(12,\)"),
+    (NeoBERTForMultipleChoice, {}, ONE * 5, "from 0 to 1.*got 5"),
 )
 
 

@@ -1,9 +1,11 @@
-"""Pins loading and saving: byte-equal round trips with the code beside the weights, remote code,
-folders of the other major version, initialisation of what a checkpoint lacks, tying, resizing,
-pickling, device maps and dtypes.
+"""Test loading and saving.
 
-NEOBERT_EXCHANGE names a folder in which runs on different transformers versions leave models for
-each other.
+Covers round trips with the code next to the weights, remote code, folders of the other major
+version of transformers, initialization of missing weights, tying, resizing, pickling, device maps
+and dtypes.
+
+NEOBERT_EXCHANGE names a directory in which runs with different versions of transformers exchange
+models.
 """
 
 import filecmp
@@ -399,7 +401,7 @@ def test_resize_token_embeddings(tied, size, tmp_path):
     last = torch.full_like(ids, size - 1)
     assert model(last, labels=last).loss.isfinite()
     for given in ({"labels": last + 1}, {"input_ids": last + 1}):
-        with pytest.raises(ValueError, match=f"between 0 and {size - 1}"):
+        with pytest.raises(ValueError, match=f"from 0 to {size - 1}"):
             model(**{"input_ids": last, **given})
     model.save_pretrained(tmp_path)
     assert torch.equal(load(NeoBERTForMaskedLM, tmp_path)[0](ids).logits, model(ids).logits)

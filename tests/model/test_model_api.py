@@ -1,5 +1,7 @@
-"""Pins what a BERT user may pass to the model and what comes back: masks, positions, hidden states,
-attentions, return_dict, bad input."""
+"""Test the inputs and outputs that users of BERT expect.
+
+Covers masks, positions, hidden states, attentions, `return_dict` and bad input.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,7 @@ def test_attentions(implementation, warnings):
     ids, mask = random_batch([11, 6])
     for _ in range(2):
         out = model(ids, attention_mask=mask, output_attentions=True)
-    assert len(warnings("eager function is used instead")) == (implementation != "eager")
+    assert len(warnings("so the eager function is used")) == (implementation != "eager")
     assert len(out.attentions) == 3
     for row, text in enumerate(texts_of(ids, mask)):
         states, attentions = reference_states(model, text)
@@ -253,19 +255,19 @@ def test_rms_norm_keeps_float32_inside():
 
 IDS = torch.ones(2, 6, dtype=torch.long)
 BAD_INPUTS = (
-    ({}, "neither was given"),
-    ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, but a list .*return_tensors"),
-    ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both were given"),
+    ({}, "got neither"),
+    ({"input_ids": IDS.tolist()}, "`input_ids` must be a tensor, got list.*return_tensors"),
+    ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "got both"),
     ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
     ({"input_ids": IDS[:, :0]}, r"at least one token.*\(2, 0\)"),
-    ({"input_ids": IDS * 200}, "between 0 and 199, but 200"),
-    ({"input_ids": -IDS}, "between 0 and 199, but -1"),
+    ({"input_ids": IDS * 200}, "from 0 to 199, got 200"),
+    ({"input_ids": -IDS}, "from 0 to 199, got -1"),
     ({"inputs_embeds": torch.zeros(6, 64)}, r"\(batch, length, 64\).*\(6, 64\)"),
     ({"input_ids": IDS, "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).*\(2, 5\)"),
     ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, r"\(2, 6\).*\(3, 6\)"),
     ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)}, r"\(2, 6\).*\(2, 1, 6, 5\)"),
-    ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for real tokens and 0"),
-    ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for real tokens and 0"),
+    ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for tokens and 0"),
+    ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for tokens and 0"),
     ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 6])}, r"packed batch.*\(2, 6\)"),
 )
 
@@ -274,7 +276,7 @@ BAD_INPUTS = (
 def test_bad_inputs(model, inputs, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         model(**inputs)
-    assert "\n" not in str(error.value), "The message should be one sentence."
+    assert "\n" not in str(error.value), "The message should be one line."
 
 
 def test_flex_attention_says_that_it_has_no_dropout():
@@ -290,18 +292,18 @@ def rope(kind="yarn", factor=2.0, **others):
 
 
 BAD_CONFIGS = (
-    ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
-    ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
+    ({"hidden_size": 66}, "multiple of `num_attention_heads`.*66 and 4"),
+    ({"hidden_size": 36}, "even for RoPE.*36 / 4 = 9"),
     ({"num_hidden_layers": 0}, "num_hidden_layers.*positive.*0"),
-    ({"intermediate_size": 1}, "intermediate_size must be at least 2.*1 was"),
+    ({"intermediate_size": 1}, "`intermediate_size` must be at least 2.*got 1"),
     ({"vocab_size": "many"}, "vocab_size.*'many'"),
-    ({"hidden_act": "relu"}, "hidden_act must be one of swiglu, gelu, but 'relu'"),
+    ({"hidden_act": "relu"}, "`hidden_act` must be one of swiglu, gelu, got 'relu'"),
     ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
-    ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
+    ({"sparse_prediction": "some"}, "`sparse_prediction` must be True or False, got 'some'"),
     ({"attention_dropout": 1.0}, "attention_dropout.*1.0"),
     ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
     ({"norm_eps": -1e-5}, "norm_eps"),
-    ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
+    ({"pad_token_id": 200}, "`pad_token_id`.*199, got 200"),
     ({"pad_token_id": True}, "pad_token_id.*True"),
     ({"unpad_inputs": "yes"}, "unpad_inputs.*'yes'"),
     ({"ngpt": True}, "ngpt"),
@@ -311,10 +313,10 @@ BAD_CONFIGS = (
     ({"rope_scaling": 2.0}, "dictionary.*2.0"),
     (rope("longrope"), "rope_type.*linear.*longrope"),
     (rope("linear", float("inf")), "factor.*inf"),
-    ({"hidden_size": 8, **rope("dynamic")}, "head_dim of at least 4.*2 was"),
-    (rope(original_max_position_embeddings=0), "positive whole number.*0"),
-    (rope(beta_fast=4, beta_slow=4), "beta_fast above beta_slow"),
-    (rope(beta_slow=0), "beta_slow above 0"),
+    ({"hidden_size": 8, **rope("dynamic")}, "at least 4 .*, got 2"),
+    (rope(original_max_position_embeddings=0), "positive integer.*0"),
+    (rope(beta_fast=4, beta_slow=4), "`beta_fast` must be above `beta_slow`"),
+    (rope(beta_slow=0), "`beta_slow` above 0"),
 )
 
 
@@ -322,4 +324,4 @@ BAD_CONFIGS = (
 def test_impossible_configurations(fields, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         NeoBERTConfig(**{**FIELDS, **fields})
-    assert "\n" not in str(error.value), "The message should be one sentence."
+    assert "\n" not in str(error.value), "The message should be one line."

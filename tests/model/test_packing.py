@@ -1,9 +1,10 @@
-"""Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients,
-also in low precision; empty rows, a batch of one and scattered padding; compiled blocks that keep
-their graphs; the slices in which the CPU works without gradients, and how many tensors are alive at
-once.
+"""Test packed execution.
 
-Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
+No layer computes padding, and all layouts agree on outputs and gradients, also in low precision.
+Covers empty rows, a batch of one, scattered padding, compiled blocks, CPU slicing without
+gradients, and the number of live tensors.
+
+Tests of CUDA kernels are marked `gpu` and skipped without one.
 """
 
 import pytest
@@ -116,14 +117,14 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     x = torch.randn(*shape, 64)
     gate, value = (x @ block.w12.weight.T).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * value) @ block.w3.weight.T
-    seen, gated = [], modeling.NeoBERTSwiGLU.gated
+    seen, silu = [], modeling.F.silu
 
-    def noted(self, x, **kwargs):
-        seen.append(x[..., 0].numel())
-        return gated(self, x, **kwargs)
+    def recorded(gate):
+        seen.append(gate[..., 0].numel())
+        return silu(gate)
 
-    monkeypatch.setattr(modeling, "_CPU_TOKENS", 4)
-    monkeypatch.setattr(modeling.NeoBERTSwiGLU, "gated", noted)
+    monkeypatch.setattr(attention_neobert, "CPU_TOKENS", 4)
+    monkeypatch.setattr(modeling.F, "silu", recorded)
     assert_same(block(x), expected, what="sliced")
     assert max(seen) <= 4 and sum(seen) == tokens, "every token once, four at most at a time"
     with torch.enable_grad():
@@ -140,9 +141,10 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     block.w12.__class__ = Adapted
     assert_same(block(x), expected, what="adapted")
     block.w12.__class__ = nn.Linear
-    block.w12.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
+    hooked = []
+    block.w12.register_forward_hook(lambda module, args, output: hooked.append(output.shape[:2]))
     block(x)
-    assert seen[-1] == shape, "a hook must see the batch in one piece"
+    assert hooked == [shape], "a hook must see the batch in one piece"
 
 
 CASES = ("short", "long", "without gradients", "float32", "bfloat16 weights")

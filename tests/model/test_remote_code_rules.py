@@ -1,6 +1,7 @@
-"""Pins what lets the code travel with the weights: three flat files that import torch, transformers
-and the standard library alone, under guards that transformers' remote-code loader understands, and
-nothing that one of its versions refuses.
+"""Test the rules of remote code.
+
+There are three flat files that import only torch, transformers and the standard library, in a form
+that every version of the remote-code loader accepts.
 """
 
 import ast
@@ -51,7 +52,7 @@ def called(node):
 def test_only_torch_and_transformers(name):
     """And of the standard library what reaches no network and no process, as SECURITY.md says; also
     by transformers' own reading, which asks users to install what it finds."""
-    harmless = "dataclasses functools inspect itertools math pathlib typing".split()
+    harmless = "collections dataclasses functools inspect itertools math pathlib typing".split()
     known = {"torch", "transformers", *harmless}
     assert {module.split(".")[0] for module, level in imported(name) if level == 0} <= known
     assert set(get_imports(ROOT / name)) <= known
