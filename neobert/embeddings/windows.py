@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,15 @@ class Windows(NamedTuple):
         rows: (N,) index of the text of each window.
         starts: (N,) first character of each window; None if each text is one sequence.
         ends: (N,) character after the last one of each window; None if each text is one sequence.
+        offsets: N arrays (T, 2) with the characters of each token of a window, which are (0, 0) for
+            special tokens and the prompt; None unless requested.
     """
 
     tokens: list[np.ndarray]
     rows: np.ndarray
     starts: np.ndarray | None = None
     ends: np.ndarray | None = None
+    offsets: list[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,31 @@ class WindowSettings:
         Raises:
             UserError: If the model cannot encode such windows.
         """
-        if not encoder.sentence_transformer.tokenizer.is_fast:
+        tokenizer = encoder.sentence_transformer.tokenizer
+        return cls.for_tokenizer(tokenizer, encoder.max_length, prompt, window, overlap)
+
+    @classmethod
+    def for_tokenizer(
+        cls,
+        tokenizer: Any,
+        max_length: int | None,
+        prompt: str = "",
+        window: int | None = None,
+        overlap: int | None = None,
+    ) -> "WindowSettings":
+        """Return the settings for a tokenizer and the length of its model, see `for_encoder`."""
+        if not tokenizer.is_fast:
             raise UserError(
                 "windows require a tokenizer with character offsets (a tokenizer.json), got a "
                 "tokenizer written in Python."
             )
-        if encoder.max_length is None:
+        if max_length is None:
             raise UserError("the model has no maximum length. Set it with `--max-length`.")
-        before, _, after = next(_parts(encoder, prompt, [""]))
-        room = encoder.max_length - len(before) - len(after)
+        before, _, after = next(_parts(tokenizer, prompt, [""]))
+        room = max_length - len(before) - len(after)
         if (window or 1) > room:
             raise UserError(
-                f"`window` must be at most {max(0, room)}, the model's {encoder.max_length} tokens "
+                f"`window` must be at most {max(0, room)}, the model's {max_length} tokens "
                 f"without the prompt and the special tokens, got {window or 1}."
             )
 
@@ -108,25 +124,59 @@ def tokenize_windows(
     """
     # `WindowSettings.for_encoder` refuses encoders without a maximum length.
     assert encoder.max_length is not None
+    tokenizer = encoder.sentence_transformer.tokenizer
+    return text_windows(tokenizer, encoder.max_length, texts, prompt, settings, lengths)
+
+
+def text_windows(
+    tokenizer: Any,
+    max_length: int,
+    texts: Sequence[str],
+    prompt: str,
+    settings: WindowSettings,
+    lengths: list[int] | None = None,
+    with_offsets: bool = False,
+) -> Windows:
+    """Return the windows of texts for a tokenizer, see `tokenize_windows`.
+
+    Args:
+        tokenizer: Tokenizer with character offsets.
+        max_length: Maximum number of tokens of a window with its prompt and special tokens.
+        texts: Texts.
+        prompt: Text before each window.
+        settings: Size and overlap of the windows.
+        lengths: List to which the length of each text with its prompt is appended.
+        with_offsets: Whether to return the characters of each token.
+    """
     tokens: list[np.ndarray] = []
     rows: list[int] = []
     bounds: list[tuple[int, int]] = []
+    window_offsets: list[np.ndarray] = []
 
     for start, batch in _batches(texts):
-        for row, (text, parts) in enumerate(zip(batch, _parts(encoder, prompt, batch)), start):
+        for row, (text, parts) in enumerate(zip(batch, _parts(tokenizer, prompt, batch)), start):
             before, (ids, offsets), after = parts
-            room = max(1, encoder.max_length - len(before) - len(after))
+            room = max(1, max_length - len(before) - len(after))
             window = min(settings.window, room)
             overlap = min(settings.overlap, window - 1)
             for span in spans(text, offsets, window, overlap):
                 tokens.append(np.concatenate([before, ids[span.first : span.stop], after]))
                 rows.append(row)
                 bounds.append((span.start, span.end))
+                if with_offsets:
+                    padding = ((len(before), len(after)), (0, 0))
+                    window_offsets.append(np.pad(offsets[span.first : span.stop], padding))
             if lengths is not None:
                 lengths.append(len(before) + len(ids) + len(after))
 
     starts, ends = np.array(bounds, dtype=np.int64).reshape(-1, 2).T
-    return Windows(tokens, np.array(rows, dtype=np.int64), starts, ends)
+    return Windows(
+        tokens=tokens,
+        rows=np.array(rows, dtype=np.int64),
+        starts=starts,
+        ends=ends,
+        offsets=window_offsets if with_offsets else None,
+    )
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
@@ -144,13 +194,13 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
 
 
 def _parts(
-    encoder: "PackedEncoder", prompt: str, texts: Sequence[str]
+    tokenizer: Any, prompt: str, texts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
     """Yield the tokens before each text, (tokens of the text, their offsets), and those after it.
 
     The tokens before a text are special tokens and those of the prompt.
     """
-    encoding = encoder.sentence_transformer.tokenizer(
+    encoding = tokenizer(
         [prompt + text for text in texts],
         truncation=False,
         return_attention_mask=False,
