@@ -103,8 +103,8 @@ def torch_float_engine(precision, compiled=False):
     )
 
 
-def torch_int8_engine(name, how, quantise, compiled=False):
-    """Its linear layers are quantised by `quantise(model)`, which returns the model."""
+def torch_int8_engine(name, how, quantize, compiled=False):
+    """Its linear layers are quantized by `quantize(model)`, which returns the model."""
 
     def size(files):
         # One byte a weight of a linear layer, four of everything else; scales are a thousandth of
@@ -114,7 +114,7 @@ def torch_int8_engine(name, how, quantise, compiled=False):
         return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
 
     return torch_engine(
-        name, "int8", how, lambda files: quantise(_neobert(files, torch.float32)), size, compiled
+        name, "int8", how, lambda files: quantize(_neobert(files, torch.float32)), size, compiled
     )
 
 
@@ -211,7 +211,7 @@ def onnx_engine(precision, file):
 
         return Padded(forward)
 
-    how = "all graph optimisations, intra_op_num_threads, sorted batches of the best size"
+    how = "all graph optimizations, intra_op_num_threads, sorted batches of the best size"
     return Engine(
         "ONNX Runtime",
         precision,

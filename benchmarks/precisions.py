@@ -189,7 +189,7 @@ def worst_cosine(ours, exact):
     return min(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in pairs)
 
 
-def summarise(found, texts):
+def summarize(found, texts):
     """One row an engine: speeds by set and threads, with quartiles, and the pace-corrected ones
     that ratios are made of."""
     runs = [run for measured in found.values() for run in measured.get("runs", ())]
@@ -272,7 +272,7 @@ def main(options, small=None):
     make_model(files, options.layers, small)
     tokenizer = load_tokenizer(files.model)
     texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in options.sets}
-    rows = summarise(measure_all(options, texts), texts)
+    rows = summarize(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
         raise UserError(f"no engine could be measured: {rows[0]['error']}")
     made = {"packages": PACKAGES, "capability": torch.backends.cpu.get_cpu_capability()}

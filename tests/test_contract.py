@@ -33,7 +33,7 @@ SIZES = {
     "intermediate_size": 32,
     "max_position_embeddings": 64,
 }
-COLOURS = "red green blue black white brown grey pink".split()
+COLORS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 TRAINER = ["--logging-steps", "1", "--save-steps", "2", "--use-cpu", "true"]
 
@@ -43,8 +43,8 @@ def inputs(tmp_path_factory, tokenizer_dir):
     """Folder of what the commands read: texts, pairs, GLUE rows, a small masked LM."""
     folder = tmp_path_factory.mktemp("inputs")
     texts = [
-        f"a {colour} {animal} and {number % 7} of its friends are in the garden."
-        for number, (colour, animal) in enumerate((c, a) for c in COLOURS for a in ANIMALS)
+        f"a {color} {animal} and {number % 7} of its friends are in the garden."
+        for number, (color, animal) in enumerate((c, a) for c in COLORS for a in ANIMALS)
     ]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
     rows = [{"anchor": text, "positive": f"{i} {text[2:12]}"} for i, text in enumerate(texts)]
@@ -63,7 +63,7 @@ def inputs(tmp_path_factory, tokenizer_dir):
 def pretrain(inputs, output):
     return [
         *("pretrain", "--dataset", inputs / "texts.txt", "--output", output),
-        *("--model-config", json.dumps(SIZES), "--max-length", "32", "--tokens-per-batch", "128"),
+        *("--model-config", json.dumps(SIZES), "--max-length", "32", "--micro-batch-tokens", "128"),
         *("--max-steps", "6", "--warmup-steps", "1", "--report-to", "none", *TRAINER),
         *("--peak-tflops", "0.01"),
     ]

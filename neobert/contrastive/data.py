@@ -255,10 +255,10 @@ def _join_qrels(source: PairSource) -> "Dataset":
     def load(subset: str, split: str) -> "Dataset":
         return load_dataset(source.path, subset, split=split, revision=source.revision)
 
-    judgements = [row for row in load("default", source.split) if row["score"] > 0]
+    judgments = [row for row in load("default", source.split) if row["score"] > 0]
     texts = {}
     for subset, key in (("queries", "query-id"), ("corpus", "corpus-id")):
-        judged = {row[key] for row in judgements}
+        judged = {row[key] for row in judgments}
         data = load(subset, subset)
         numbers = [number for number, name in enumerate(data["_id"]) if name in judged]
         for row in data.select(numbers):
@@ -266,7 +266,7 @@ def _join_qrels(source: PairSource) -> "Dataset":
 
     columns = (("anchor", "query-id"), ("positive", "corpus-id"))
     return Dataset.from_dict(
-        {name: [texts.get((key, row[key])) for row in judgements] for name, key in columns}
+        {name: [texts.get((key, row[key])) for row in judgments] for name, key in columns}
     )
 
 

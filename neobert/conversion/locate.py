@@ -26,7 +26,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder or file of this step.
-        format: what was recognised, in words.
+        format: what was recognized, in words.
         folders: where a configuration or tokenizer may be: the checkpoint's folder and those above
             it that belong to the run.
         notes: what the user should know about what was read.
@@ -195,7 +195,7 @@ def canonical_names(tensors, path):
 
 
 def open_checkpoint(path, step=None):
-    """Finds the step, recognises the format, and reads the tensors; those of torch.save and
+    """Finds the step, recognizes the format, and reads the tensors; those of torch.save and
     safetensors stay mapped.
 
     Args:

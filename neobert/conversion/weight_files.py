@@ -181,7 +181,7 @@ def plain_tensors(mapping, path):
     for name, tensor in tensors.items():
         if not _is_plain(tensor):
             raise UserError(
-                f"{path}: {name} is no plain tensor (sparse, nested, quantised, without numbers, "
+                f"{path}: {name} is no plain tensor (sparse, nested, quantized, without numbers, "
                 "or with repeated ones); save it as one."
             )
     return tensors

@@ -277,7 +277,7 @@ def new_writer(model, tokenizer, pooling, dtype, name, known):
         pooling: a key of `POOLING`, for a backbone.
         dtype: of its matrices, one of `DTYPES`.
         name: general.name of the file.
-        known: {key: text} of licence and base model.
+        known: {key: text} of license and base model.
     Raises:
         UserError: what GGUF cannot carry, in one sentence.
     """

@@ -14,7 +14,7 @@ from torch import nn
 from ..common.errors import UserError, listed, one_line, require
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
-from ..common.model_card import base_model, licence, read_card
+from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion.command import convert_checkpoint
@@ -73,7 +73,7 @@ class Source:
         pooling: of a folder of sentence-transformers; None for any other model.
         max_length: tokens of a text that are read.
         prompts: of a folder of sentence-transformers, {name: text}.
-        known: what a card says of licence and base model.
+        known: what a card says of license and base model.
     """
 
     name: str
@@ -244,6 +244,6 @@ def _read(
         pooling,
         min(longest, tokenizer.model_max_length),
         prompts,
-        licence(card.license, read_card(model_path))
-        | base_model(card.base_model, relation="quantized"),
+        license_metadata(card.license, read_card(model_path))
+        | base_model_metadata(card.base_model, relation="quantized"),
     )

@@ -41,7 +41,7 @@ def test_bm25_is_its_formula():
 
 def test_ranks_and_joins():
     """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another;
-    the scores of a query are standardised before they are added."""
+    the scores of a query are standardized before they are added."""
     ranks = open_text.ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]]))
     assert ranks.tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
     joined = open_text.fused(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
@@ -247,12 +247,12 @@ def test_a_missing_teacher_is_one_sentence(monkeypatch):
         open_text.find_teacher(None)
 
 
-def wheel(folder, name, licence, words):
+def wheel(folder, name, license, words):
     """A wheel with one module: a docstring of two parts, and a function with one of one line."""
     code = f'class Bird:\n    """The bird of the {name}.\n\n    {words}\n    """\n'
     metadata = (
         f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} "
-        f"is\n{licence}\n\n{name} {words}\n"
+        f"is\n{license}\n\n{name} {words}\n"
     )
     with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}/__init__.py", code)
@@ -263,12 +263,12 @@ def wheel(folder, name, licence, words):
 
 
 def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
-    """Pairs come with their licence from packages that state a permissive one and are not measured
+    """Pairs come with their license from packages that state a permissive one and are not measured
     on; near duplicates of these and of each other are left out."""
     module = make_texts
     words, vendored = (" ".join(f"{word}{i}" for i in range(40)) for word in ("word", "vendored"))
     mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
-    for name, licence, text in (
+    for name, license, text in (
         ("free", mit, words),
         ("nearly", mit, f"{words} again"),
         ("copyleft", gpl, words[::-1]),
@@ -277,7 +277,7 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
         ("copies", mit, vendored),
         ("old", "Classifier: License :: OSI Approved :: BSD License", words.upper()[::-1]),
     ):
-        wheel(tmp_path, name, licence, text)
+        wheel(tmp_path, name, license, text)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "open_text.json").write_text(
         json.dumps({"sources": {"READMEs": {"Measured": 1}}})
@@ -308,8 +308,8 @@ def test_descriptions_speak_once_for_a_source(tmp_path):
         (tmp_path / name).write_text(text)
         subprocess.run(["lz4", "-q", tmp_path / name, tmp_path / f"x_{name}.lz4"], check=True)
     module.DESCRIPTION_SHARE["net"] = module.DESCRIPTION_SHARE["doc"] = 1
-    ((kind, licence, (row,)),) = module.description_rows(tmp_path)
-    assert (kind, licence, row.package, row.short) == (
+    ((kind, license, (row,)),) = module.description_rows(tmp_path)
+    assert (kind, license, row.package, row.short) == (
         "description",
         "DFSG-free",
         "bird",
@@ -347,3 +347,37 @@ def test_kept_layers_are_those_of_the_teacher():
     open_text.keep_layers(model, open_text.TEACHER_LAYERS)
     assert list(bert.encoder.layer) == [layers[0], layers[1], layers[4], layers[5]]
     assert bert.config.num_hidden_layers == 4
+
+
+def test_weights_of_an_exported_model_are_those_of_the_module(tmp_path):
+    """The exporter renames and transposes the weights of linear layers with a bias."""
+    onnx = pytest.importorskip("onnx")
+    rng = np.random.default_rng(0)
+    weight, bias, table = rng.normal(size=(3, 4)), rng.normal(size=3), rng.normal(size=(5, 4))
+    names = {
+        "onnx::MatMul_7": weight.T,
+        "model.0.auto_model.layer.dense.bias": bias,
+        "model.0.auto_model.embeddings.weight": table,
+    }
+    tensors = [
+        onnx.numpy_helper.from_array(np.ascontiguousarray(values, np.float32), name)
+        for name, values in names.items()
+    ]
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "onnx::MatMul_7"], ["product"]),
+        onnx.helper.make_node("Add", ["model.0.auto_model.layer.dense.bias", "product"], ["y"]),
+    ]
+    inputs = [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 4])]
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3])]
+    graph = onnx.helper.make_graph(nodes, "model", inputs, outputs, tensors)
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+
+    state = open_text.load_onnx_weights(str(tmp_path / "model.onnx"))
+    expected = {
+        "layer.dense.weight": weight,
+        "layer.dense.bias": bias,
+        "embeddings.weight": table,
+    }
+    assert state.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(state[name].numpy(), values.astype(np.float32))

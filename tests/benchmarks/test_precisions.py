@@ -79,7 +79,7 @@ def test_speeds_are_tokens_over_seconds_at_one_pace():
     }
     for measured in found.values():
         measured |= {"memory_bytes": 1, "disk_bytes": 1}
-    first, second = precisions.summarise(found, {"a": [[1] * 4, [1] * 6]})
+    first, second = precisions.summarize(found, {"a": [[1] * 4, [1] * 6]})
     speeds = first["speeds"][0], second["speeds"][0]
     assert [speed["tokens_per_second"] for speed in speeds] == [10.0, 5.0]
     assert speeds[0]["corrected"] == speeds[1]["corrected"] == 10.0 * 150 / 200

@@ -1,6 +1,6 @@
 """Tests of the data of contrastive training.
 
-Batches are sampled from one dataset by size^alpha, no text is its own negative, rows and judgements
+Batches are sampled from one dataset by size^alpha, no text is its own negative, rows and judgments
 become pairs, the recipe is the paper's, instructions reach the tokens of the query alone, and
 validation queries are not trained on.
 """
@@ -267,7 +267,7 @@ SHAPES = {
 
 def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
-    # These two are read as queries, corpus and judgements.
+    # These two are read as queries, corpus and judgments.
     assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}
     for name, row in SHAPES.items():
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
@@ -281,7 +281,7 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
         assert (count > 0) == ("N" in json.dumps(row)), f"{name}: {count} negatives"
 
 
-def test_judgements_queries_and_corpus_become_pairs(tmp_path):
+def test_judgments_queries_and_corpus_become_pairs(tmp_path):
     """MTEB's retrieval layout on the Hub: three subsets, joined by their ids."""
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n"
@@ -291,10 +291,10 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
         )
         + "---\n"
     )
-    judgements = [("q1", "d2", 1), ("q2", "d1", 1), ("q2", "d2", 0)]
+    judgments = [("q1", "d2", 1), ("q2", "d1", 1), ("q2", "d2", 0)]
     write_jsonl(
         tmp_path / "default.jsonl",
-        [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgements],
+        [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgments],
     )
     write_jsonl(
         tmp_path / "queries.jsonl", [{"_id": f"q{i}", "text": f"query {i}"} for i in (1, 2, 3)]
@@ -305,7 +305,7 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
     )
     data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
-    # Judgements of 0 are not positives.
+    # Judgments of 0 are not positives.
     assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}
 
 
@@ -321,7 +321,7 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     share: it must not count, or a batch would be of one row."""
     entries = [
         {"name": "animals", "path": triplets, "instruction": "Find the animal."},
-        {"name": "things", "path": pairs, "instruction": "Find the colour."},
+        {"name": "things", "path": pairs, "instruction": "Find the color."},
     ]
     recipe = tmp_path / "recipe.yaml"
     values = {"datasets": entries, "instruction_template": "I: {instruction} Q: "}
@@ -336,7 +336,7 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     trainer = build_trainer(model, mixture, options.loss, training)
     for batch in trainer.get_train_dataloader():
         name = batch["dataset_name"]
-        asks = {"animals": "i : find the animal. q :", "things": "i : find the colour. q :"}[name]
+        asks = {"animals": "i : find the animal. q :", "things": "i : find the color. q :"}[name]
         anchor, positive = (
             model.tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True)
             for column in ("anchor", "positive")
@@ -348,13 +348,13 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
 
 
 def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
-    texts = {"triplets": "Find the animal: its colour.", "pairs": ""}
+    texts = {"triplets": "Find the animal: its color.", "pairs": ""}
     path = tmp_path / "instructions.yaml"
     path.write_text(yaml.safe_dump(texts))
     options = ["--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path)]
     argv = arguments_for(model_folder, tmp_path / "out", *options)
     prompts = mixture_of(argv)[0].prompts
-    assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
+    assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its color. Query: "}}
     path.write_text(yaml.safe_dump({"triplets": "x"}))
     message = "has no instruction for pairs. Add one for every dataset, '' for none."
     with pytest.raises(UserError, match=message):

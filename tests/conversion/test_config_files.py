@@ -55,7 +55,7 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
             '{"model_type": "bert", "hidden_size": 2}',
             "another model, 'bert'",
         ),
-        ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),
+        ("a.json", '{"color": 2}', "no field of a NeoBERT configuration"),
         ("a.yaml", "id2label: &a [*a]", "id2label should be a value|is not valid YAML"),
     ],
 )

@@ -62,7 +62,7 @@ OPTIONS = ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"]
 
 
 @pytest.mark.parametrize(
-    "card, options, licence, base",
+    "card, options, license, base",
     [
         (None, [], None, None),
         (MINE, [], "cc-by-4.0", "you/start"),
@@ -71,14 +71,14 @@ OPTIONS = ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"]
     ],
     ids=["unknown", "of the source's card", "options", "damaged card"],
 )
-def test_licence_and_base_model_are_those_that_are_known(
-    tmp_path, checkpoint, without_proof, card, options, licence, base
+def test_license_and_base_model_are_those_that_are_known(
+    tmp_path, checkpoint, without_proof, card, options, license, base
 ):
     if card is not None:
         (tmp_path / "run" / "README.md").write_text(card)
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none", *options)
     metadata = metadata_of(tmp_path / "out")
-    assert (metadata.get("license"), metadata.get("base_model")) == (licence, base)
+    assert (metadata.get("license"), metadata.get("base_model")) == (license, base)
     assert metadata.get("base_model_relation") == (base and "finetune")
 
 

@@ -73,11 +73,11 @@ from neobert.training.checkpoints import remove_checkpoints
 
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 NARROW = {**STUDENT, "hidden_size": 16}
-COLOURS = "red green blue black white brown grey pink".split()
+COLORS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 TEXTS = [
-    f"a {colour} {animal} number {i % 7}" + " and its friends" * (i % 4)
-    for i, (colour, animal) in enumerate((c, a) for c in COLOURS for a in ANIMALS)
+    f"a {color} {animal} number {i % 7}" + " and its friends" * (i % 4)
+    for i, (color, animal) in enumerate((c, a) for c in COLORS for a in ANIMALS)
 ]
 
 
@@ -109,7 +109,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     texts, others = folder / "animals.jsonl", folder / "birds.txt"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    others.write_text("\n".join(f"two {colour} birds sing {i}" for i, colour in enumerate(COLOURS)))
+    others.write_text("\n".join(f"two {color} birds sing {i}" for i, color in enumerate(COLORS)))
     return str(texts), str(others)
 
 

@@ -28,7 +28,7 @@ def divided(text, window, overlap, offsets=words):
 CASES = {  # text, window, overlap: windows; a word and a full stop are a token each
     "one sentence each": (("A b c. D e f. G h i.", 5, 0), ["A b c.", "D e f.", "G h i."]),
     "as many sentences as fit": (("A b. C d. E f. G h.", 7, 0), ["A b. C d.", "E f. G h."]),
-    "neighbours share complete sentences": (
+    "neighbors share complete sentences": (
         ("A b. C d. E f. G h.", 6, 3),
         ["A b. C d.", "C d. E f.", "E f. G h."],
     ),

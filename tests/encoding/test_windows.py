@@ -126,7 +126,7 @@ def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
 
 def test_texts_that_are_tokenized_in_several_batches(model_folder):
     """A batch holds a million characters: rows count on, the last text of each has its windows, and
-    neighbours share an eighth of a window by default."""
+    neighbors share an eighth of a window by default."""
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
     settings = WindowSettings.for_encoder(encoder, "", 40)

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, pipeline  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 ENCODER = ROOT / "examples" / "sentence-encoder"
-COLOURS = "red green blue white black brown yellow purple".split()
+COLORS = "red green blue white black brown yellow purple".split()
 THINGS = "house boat tree road horse garden table church".split()
 NAMES = "john mary peter anna".split()
 
@@ -144,7 +144,7 @@ def definitions(*starts):
 @pytest.mark.slow
 def test_the_defaults_of_classify_csv_learn_with_the_bundled_encoder(tmp_path, capsys):
     """How a definition began, by its rest. The published model's 2e-5 leaves this at chance, 0.33;
-    a rate at which nothing is learnt is told."""
+    a rate at which nothing is learned is told."""
     rows = definitions("the act of", "a person who", "the quality of")
     pandas.DataFrame(rows).to_csv(tmp_path / "x.csv", index=False)
     arguments = [str(tmp_path / "x.csv"), "--text", "what", "--label", "kind"]
@@ -463,9 +463,9 @@ def test_search(tmp_path):
 @pytest.mark.slow
 def test_token_classification(model_folder, tmp_path):
     def row(generator):
-        colour, thing, name = map(generator.choice, (COLOURS, THINGS, NAMES))
-        tags = ["O", "COLOUR", "O", "O", "PERSON"]
-        return {"tokens": ["the", colour, thing, "of", name], "tags": tags}
+        color, thing, name = map(generator.choice, (COLORS, THINGS, NAMES))
+        tags = ["O", "COLOR", "O", "O", "PERSON"]
+        return {"tokens": ["the", color, thing, "of", name], "tags": tags}
 
     metrics = run(
         "token_classification", tmp_path / "data", model_folder, tmp_path, row, epochs="2"
@@ -476,14 +476,14 @@ def test_token_classification(model_folder, tmp_path):
 @pytest.mark.slow
 def test_question_answering(model_folder, tmp_path):
     def row(generator):
-        colour, thing = generator.choice(COLOURS), generator.choice(THINGS)
+        color, thing = generator.choice(COLORS), generator.choice(THINGS)
         context = (
-            f"{' '.join(generator.choices(THINGS, k=generator.randrange(4)))} a {colour} {thing}"
+            f"{' '.join(generator.choices(THINGS, k=generator.randrange(4)))} a {color} {thing}"
         ).strip()
         return {
-            "question": "which colour?",
+            "question": "which color?",
             "context": context,
-            "answers": {"text": [colour], "answer_start": [context.index(colour)]},
+            "answers": {"text": [color], "answer_start": [context.index(color)]},
         }
 
     metrics = run("question_answering", tmp_path / "data", model_folder, tmp_path, row)

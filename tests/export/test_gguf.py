@@ -170,7 +170,7 @@ def test_types_of_the_tensors(make, dtype, file_type):
     assert (error <= bounds[dtype]).all()
 
 
-def test_licence_and_base_model_are_those_that_are_known(make):
+def test_license_and_base_model_are_those_that_are_known(make):
     keys, _ = read(export(make()))
     assert keys["general.license"] == "cc0-1.0" and keys["general.base_model.count"] == 1
     assert keys["general.base_model.0.repo_url"] == "https://huggingface.co/you/yours"

@@ -143,7 +143,7 @@ def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch)
 # int8
 
 
-def test_a_vector_does_not_depend_on_its_neighbours(exported, padded_batch):
+def test_a_vector_does_not_depend_on_its_neighbors(exported, padded_batch):
     """One scale a token: beside a text with other values, and in a longer batch, a text keeps its
     vector."""
     path = exported / "onnx" / FILES["int8"]

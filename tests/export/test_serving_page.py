@@ -231,6 +231,6 @@ def test_the_lines_for_the_onnx_backend(outputs, expected):
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    full, quantised = (json.loads(line) for line in run.stdout.splitlines() if line[:2] == "[[")
+    full, quantized = (json.loads(line) for line in run.stdout.splitlines() if line[:2] == "[[")
     check(full, expected, 1 - 1e-5)
-    check(quantised, expected, 0.99)
+    check(quantized, expected, 0.99)

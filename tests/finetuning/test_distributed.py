@@ -88,7 +88,7 @@ def test_glue_in_two_processes(folder):
     results = [json.loads((run / "result.json").read_text()) for run in (first, second)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     one, two = (result["evaluations"] for result in results)
-    assert one[-1]["score"] > one[0]["score"], "vacuous: nothing was learnt"
+    assert one[-1]["score"] > one[0]["score"], "vacuous: nothing was learned"
     assert one == two
     assert_same_weights(
         *(run / "best" / "model.safetensors" for run in (first, second)),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 
-COLOURS = "red green blue black white brown grey pink".split()
+COLORS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 
 
@@ -36,12 +36,12 @@ def make_model_folder(tmp_path_factory, tokenizer_dir):
 def make_triplets(tmp_path):
     rows = [
         {
-            "anchor": f"an animal, a {animal}, that is {colour} and number {i}",
-            "positive": f"{i} {colour} {animal}",
+            "anchor": f"an animal, a {animal}, that is {color} and number {i}",
+            "positive": f"{i} {color} {animal}",
             "negative": f"{animal} {i}",
         }
-        for i, (colour, animal) in enumerate(
-            (colour, animal) for colour in COLOURS for animal in ANIMALS
+        for i, (color, animal) in enumerate(
+            (color, animal) for color in COLORS for animal in ANIMALS
         )
     ]
     return str(write_jsonl(tmp_path / "triplets.jsonl", rows))
@@ -50,8 +50,8 @@ def make_triplets(tmp_path):
 @pytest.fixture(name="pairs")
 def make_pairs(tmp_path):
     rows = [
-        {"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"}
-        for i, colour in enumerate(COLOURS * 2)
+        {"anchor": f"{color} thing {i}", "positive": f"{i} {color}"}
+        for i, color in enumerate(COLORS * 2)
     ]
     return str(write_jsonl(tmp_path / "pairs.jsonl", rows))
 

@@ -347,7 +347,7 @@ def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_a_text_has_the_same_bits_in_every_batch(model_folder, dtype, threads):
-    """1,000 random batches: any neighbours, any order, any number of tokens a batch."""
+    """1,000 random batches: any neighbors, any order, any number of tokens a batch."""
     torch.set_num_threads(threads)
     encoder, generator = PackedEncoder(str(model_folder), dtype=dtype), np.random.default_rng(0)
     lengths = [*range(1, 40), 64, 100, 130, 257, 513, 700]

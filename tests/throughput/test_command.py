@@ -119,7 +119,7 @@ def test_calls_take_turns():
     assert timings == {"a": Timing([1, 1, 1]), "b": Timing([1, 1, 1])}
 
 
-def test_ratios_and_shares_are_medians_of_neighbours():
+def test_ratios_and_shares_are_medians_of_neighbors():
     # Repeat by repeat: 2, 3 and 1.
     assert ratio([2.0, 6.0, 2.0], [1.0, 2.0, 2.0]) == {"ratio": 2.0, "quartiles": [1.0, 3.0]}
     # Of two repeats: the lower and the higher.
@@ -232,7 +232,7 @@ def test_a_tiny_run_writes_its_tables(tmp_path, capsys):
     assert rows_of(tmp_path / "out") == rows
 
 
-def test_ratios_pair_neighbours():
+def test_ratios_pair_neighbors():
     row = {"set": "short", "implementation": "sdpa", "tokens_per_second": 100.0}
     mine = {**row, "model": "neobert", "seconds": [1.0, 2.0, 1.0], "real_tokens": 100}
     other = {**row, "model": "bert-base", "seconds": [1.0, 2.0, 3.0], "real_tokens": 50}

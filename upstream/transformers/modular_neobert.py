@@ -53,11 +53,11 @@ class NeoBertConfig(PreTrainedConfig):
     classifier_pooling (`str`, *optional*, defaults to `"cls"`):
         What the sequence heads read: the first real token (`"cls"`) or the mean over real tokens (`"mean"`).
     embedding_init_range (`float`, *optional*, defaults to 0.02):
-        Bound of the uniform initialisation of the embedding.
+        Bound of the uniform initialization of the embedding.
     decoder_init_range (`float`, *optional*, defaults to 0.02):
-        Bound of the uniform initialisation of linear layers outside of task heads.
+        Bound of the uniform initialization of linear layers outside of task heads.
     classifier_init_range (`float`, *optional*, defaults to 0.02):
-        Standard deviation of the normal initialisation of the task heads.
+        Standard deviation of the normal initialization of the task heads.
     """
 
     model_type = "neobert"

@@ -53,7 +53,7 @@ def main():
     header = ["texts", "batch", "native, CPU s", "this repository, CPU s", "times as long"]
     text = (
         f"Inference, {options.layers} layers of the published width with random weights. Processor seconds of one "
-        f"pass, quartiles over {options.repeats}; the last column is the median of neighbouring passes.\n\n"
+        f"pass, quartiles over {options.repeats}; the last column is the median of neighboring passes.\n\n"
         + markdown_table(header, rows)
     )
     made = environment(dtype="float32", attention="sdpa", capability=torch.backends.cpu.get_cpu_capability())
