@@ -26,10 +26,11 @@ test: $(VENV)/.test  ## Set up and run the quick tests
 test-slow: $(VENV)/.test  ## Run the tests that take more than a few seconds each
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=30
 
-lint: $(VENV)/.test  ## Run ruff and mypy
+lint: $(VENV)/.test  ## Run ruff, mypy and typos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/typos
 
 # transformers 4.57 is the oldest supported line; the loader of 5.0.0 is the strictest of the 5.x.
 test-oldest: $(OLDEST)/.ready $(HARSH)/.ready  ## Run the model tests on transformers 4.57 and 5.0
@@ -76,8 +77,8 @@ test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run 
 test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run vLLM, infinity and llama.cpp servers against torch
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python tests/engines/serve.py --work $(ENGINES)
 
-test-server: $(VENV)/.test $(ENGINES)/server/.ready  ## Run the server with the clients of OpenAI and Cohere
-	$(BIN)/python -m pytest tests/examples/test_serve.py
+test-server: $(VENV)/.test $(ENGINES)/server/.ready  ## Run `neobert serve` with the clients of other projects and under load
+	$(BIN)/python -m pytest tests/serving
 
 browser: $(VENV)/.test $(ENGINES)/node/.ready  ## Build the page of examples/browser
 	rm -rf examples/browser/site
@@ -137,7 +138,9 @@ $(ENGINES)/infinity/.ready: constraints/infinity.txt
 
 $(ENGINES)/server/.ready: constraints/server.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) constraints/server.txt openai cohere
+	$(@D)/bin/python $(PIP_INSTALL) constraints/server.txt openai cohere huggingface_hub tiktoken langchain-openai langchain-huggingface \
+		llama-index-core llama-index-embeddings-openai-like llama-index-embeddings-text-embeddings-inference \
+		llama-index-postprocessor-tei-rerank litellm haystack-ai huggingface-api-haystack
 	touch $@
 
 $(ENGINES)/clients/.ready: constraints/clients.txt

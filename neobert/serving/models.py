@@ -321,14 +321,28 @@ class Classifier:
         """Return the scores of a reranker as its CrossEncoder does, (N,)."""
         return self._activation(torch.from_numpy(np.stack(logits)))[:, 0].numpy()
 
-    def probabilities(self, logits: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the probabilities of the labels, (N, C); the values of a regression."""
+    def probabilities(
+        self, logits: Sequence[np.ndarray], function: str | None = None
+    ) -> np.ndarray:
+        """Return the probabilities of the labels, (N, C); the values of a regression.
+
+        Args:
+            logits: Logits of the model.
+            function: "none", "sigmoid" or "softmax"; by default that of the model's task.
+        """
         values = torch.from_numpy(np.stack(logits))
-        if self.model.config.problem_type == "regression":
-            return values.numpy()
-        if self.model.config.problem_type == "multi_label_classification" or values.shape[1] == 1:
-            return values.sigmoid().numpy()
-        return values.softmax(dim=1).numpy()
+        if function is None:
+            problem_type = self.model.config.problem_type
+            is_binary = problem_type == "multi_label_classification" or values.shape[1] == 1
+            function = "sigmoid" if is_binary else "softmax"
+            if problem_type == "regression":
+                function = "none"
+
+        if function == "sigmoid":
+            values = values.sigmoid()
+        elif function == "softmax":
+            values = values.softmax(dim=1)
+        return values.numpy()
 
 
 def check_lengths(lengths: Sequence[int], limit: int | None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from fastapi import APIRouter, Response
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ..common import __version__
 from .inputs import Body, Dimensions, Input, Items, Text
@@ -43,17 +43,26 @@ class RerankBody(TeiBody):
     return_text: bool = False
 
 
+class PredictParameters(BaseModel):
+    """Parameters of the text classification of Hugging Face's InferenceClient."""
+
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    function_to_apply: Literal["none", "sigmoid", "softmax"] | None = None
+
+
 class PredictBody(TeiBody):
     """Body of `/predict`.
 
     Attributes:
         inputs: Texts and pairs, lists of one string or two strings. A string and a pair of strings
             are accepted, too.
+        parameters: Parameters of InferenceClient, which expects a list of lists for one text, too.
         is_batch: Whether the response has a list of predictions per text or pair; set by `inputs`.
     """
 
     inputs: Items[Annotated[list[Text], Field(min_length=1, max_length=2)]]
     raw_scores: bool = False
+    parameters: PredictParameters | None = None
     is_batch: bool = True
 
     @model_validator(mode="before")
@@ -98,16 +107,19 @@ def make_router(state: State) -> APIRouter:
     @router.post("/predict")
     async def predict(body: PredictBody) -> list[Any]:
         classifier = state.classifier
+        parameters = body.parameters or PredictParameters()
+        function = "none" if body.raw_scores else parameters.function_to_apply
+
         logits = await state.predict([tuple(item) for item in body.inputs], body)
-        scores = np.stack(logits) if body.raw_scores else classifier.probabilities(logits)
         predictions = [
             [
                 {"score": float(row[index]), "label": classifier.labels[index]}
-                for index in best_first(row)
+                for index in best_first(row)[: parameters.top_k]
             ]
-            for row in scores
+            for row in classifier.probabilities(logits, function)
         ]
-        return predictions if body.is_batch else predictions[0]
+        is_batch = body.is_batch or body.parameters is not None
+        return predictions if is_batch else predictions[0]
 
     @router.get("/info")
     async def info() -> dict[str, Any]:

@@ -212,6 +212,24 @@ def test_predict_returns_the_probabilities_of_the_pipeline(client, classifier):
     check([{**row, "score": p} for row, p in zip(raw, probabilities)], expected[0])
 
 
+def test_predict_with_the_parameters_of_the_inference_client(client):
+    raw = client.post("/predict", json={"inputs": "rain", "raw_scores": True}).json()
+    logits = np.array([row["score"] for row in raw])
+    expected = {
+        None: np.exp(logits) / np.exp(logits).sum(),
+        "softmax": np.exp(logits) / np.exp(logits).sum(),
+        "sigmoid": 1 / (1 + np.exp(-logits)),
+        "none": logits,
+    }
+    for function, scores in expected.items():
+        parameters = {"top_k": 2} if function is None else {"function_to_apply": function}
+        body = {"inputs": "rain", "parameters": parameters}
+        (rows,) = client.post("/predict", json=body).json()
+        assert len(rows) == parameters.get("top_k", 3)
+        assert [row["label"] for row in rows] == [row["label"] for row in raw[: len(rows)]]
+        np.testing.assert_allclose([row["score"] for row in rows], scores[: len(rows)], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("problem_type", "num_labels", "function"),
     [

@@ -1,0 +1,118 @@
+"""Test the clients of other projects against a real server, from an environment of their own that
+`make test-server` installs: embeddings have the bits of a text alone in every form."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT
+from helpers.serving import ENCODER, server_process
+from sentence_transformers import CrossEncoder
+from transformers import pipeline
+
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+pytestmark = pytest.mark.slow
+CLIENTS = ROOT / ".cache" / "engines" / "server"
+SCRIPT = ROOT / "tests" / "engines" / "server_clients.py"
+# LiteLLM contains the encoding of tiktoken that LangChain sends.
+TOKENIZERS = "lib/python3*/site-packages/litellm/litellm_core_utils/tokenizers"
+NAMES = (
+    *("openai", "cohere", "huggingface_hub", "langchain-openai", "langchain-huggingface"),
+    *("llama-index", "litellm", "haystack"),
+)
+TEXTS = ["a bird of prey", "an eagle", "a violin", "soup with rice", "Vögel, naïve – 42"]
+KEY = "a key"
+
+
+@pytest.fixture(scope="module")
+def address(reranker, classifier):
+    """Address of a server with all models and an API key."""
+    if not (CLIENTS / ".ready").exists():
+        pytest.skip("the clients are not installed: make test-server")
+    (folder,) = CLIENTS.glob(TOKENIZERS)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
+        monkeypatch.setenv("NEOBERT_API_KEY", KEY)
+        words = ["--reranker", reranker, "--classifier", classifier]
+        with server_process(*words, "--tiktoken-encoding", "cl100k_base") as (_, address):
+            yield address
+
+
+@pytest.fixture(scope="module")
+def embeddings():
+    """Embeddings of the texts, each alone."""
+    encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
+    return np.stack([encoder.encode([text])[0] for text in TEXTS])
+
+
+@pytest.fixture(scope="module")
+def scores(reranker):
+    """Scores of the documents, all texts but the first."""
+    return CrossEncoder(reranker).predict([(TEXTS[0], text) for text in TEXTS[1:]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_client(name, address, embeddings, scores, classifier):
+    done = subprocess.run(
+        [CLIENTS / "bin" / "python", SCRIPT, address, name],
+        input=json.dumps({"texts": TEXTS, "key": KEY}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+
+    for result, values in results.items():
+        if result.startswith("embeddings"):
+            # Some clients compute with the embeddings in float64.
+            rows = np.array(values, np.float32)
+            np.testing.assert_allclose(rows, embeddings, rtol=1e-6, atol=1e-8, err_msg=result)
+            if not result.startswith("embeddings of token ids"):
+                assert rows.tobytes() == embeddings.tobytes(), result
+        elif "scores" in result:
+            # The activation of the CrossEncoder is a sigmoid, too.
+            order = np.argsort(-scores).tolist()
+            assert [index for index, _ in values] == order, result
+            np.testing.assert_allclose([score for _, score in values], scores[order], atol=1e-5)
+
+    check = CHECKS.get(name)
+    if check is not None:
+        check(results, embeddings, scores, classifier)
+
+
+def check_openai(results, embeddings, scores, classifier):
+    expected = embeddings[:, :96] / np.linalg.norm(embeddings[:, :96], axis=1, keepdims=True)
+    np.testing.assert_allclose(results["dimensions"], expected, rtol=1e-5, atol=1e-7)
+    assert results["models"] == ["sentence-encoder", "reranker", "topics"]
+    errors = results["errors"]
+    assert errors["model"] == [
+        "NotFoundError",
+        404,
+        "`model` must be 'sentence-encoder', got 'other'.",
+    ]
+    assert errors["input"][:2] == ["BadRequestError", 400]
+    assert errors["key"][:2] == ["AuthenticationError", 401]
+
+
+def check_cohere(results, embeddings, scores, classifier):
+    best = np.argsort(-scores)[:2].tolist()
+    assert results["best v1"] == results["best v2"] == best
+    assert results["errors"]["model"][2] == "`model` must be 'reranker', got 'other'."
+
+
+def check_huggingface_hub(results, embeddings, scores, classifier):
+    expected = pipeline("text-classification", model=classifier, top_k=None)(TEXTS)
+    for rows, prediction in zip(expected, results["predictions"], strict=True):
+        assert prediction == pytest.approx({row["label"]: row["score"] for row in rows}, abs=1e-5)
+    assert results["best predictions"] == [rows[0]["label"] for rows in expected]
+
+
+CHECKS = {
+    "openai": check_openai,
+    "cohere": check_cohere,
+    "huggingface_hub": check_huggingface_hub,
+}
