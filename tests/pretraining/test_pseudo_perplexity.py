@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import (
     BertForMaskedLM,
 )
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.pretraining import pseudo_perplexity as module
 
@@ -33,11 +34,13 @@ NAMES = ["neobert", "bert"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random NeoBERT whose predictions are far from uniform, a random BERT, texts of 20 to 70
-    words."""
+    """Return a folder with a random NeoBERT, a random BERT, and six texts of 20 to 70 words.
+
+    The predictions of the NeoBERT are far from uniform.
+    """
     root = tmp_path_factory.mktemp("pseudo_perplexity")
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -54,6 +57,7 @@ def folder(tmp_path_factory):
     for name, model in models.items():
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
+
     generator = random.Random(0)
     words = "the film is a story of two friends and their house by a cold green sea".split()
     texts = [" ".join(generator.choices(words, k=k)) for k in (20, 30, 40, 50, 60, 70)]
@@ -62,7 +66,8 @@ def folder(tmp_path_factory):
 
 
 def arguments(folder, output, **more):
-    given = {
+    """Return a command line; an option with the value None is omitted."""
+    options = {
         "model": folder / "neobert",
         "text": folder / "texts.jsonl",
         "output": output,
@@ -70,16 +75,18 @@ def arguments(folder, output, **more):
         "positions": "exact",
         **more,
     }
-    lists = ("model", "lengths", "yarn")
-    given = {key: value for key, value in given.items() if value is not None}
-    named = [
-        (key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)])
-        for key, value in given.items()
-    ]
-    return [part for key, values in named for part in (f"--{key}", *values)]
+    words = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        is_list = name in ("model", "lengths", "yarn")
+        values = str(value).split(",") if is_list else [str(value)]
+        words += [f"--{name.replace('_', '-')}", *values]
+    return words
 
 
 def run(folder, output, **more):
+    """Run the command, and return the rows of its CSV file."""
     module.main(arguments(folder, output, **more))
     with open(output / "pseudo_perplexity.csv") as file:
         return list(csv.DictReader(file))
@@ -92,9 +99,11 @@ def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
     model = NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).eval()
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
     buckets = json.loads((tmp_path / "result.json").read_text())["buckets"]
-    for length, bucket in zip((16, 32), buckets):
+
+    for length, bucket in zip((16, 32), buckets, strict=True):
         expected = []
-        for text in texts[1:3]:  # the first that reach the largest length
+        # The first two texts that reach the largest length.
+        for text in texts[1:3]:
             ids = [*tokenizer(text)["input_ids"][: length - 1], tokenizer.sep_token_id]
             losses = []
             for position in range(1, length - 1):
@@ -103,21 +112,26 @@ def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
                     logits = model(torch.tensor([masked])).logits[0, position].double()
                 losses.append(float(logits.logsumexp(-1) - logits[ids[position]]))
             expected.append(math.exp(sum(losses) / len(losses)))
-        own = [row for row in rows if row["length"] == str(length)]
-        found = sorted(math.exp(float(row["mean_cross_entropy"])) for row in own)
-        assert found == pytest.approx(sorted(expected), rel=1e-4)
-        assert {(row["tokens"], row["positions"], row["standard_error"]) for row in own} == {
-            (str(length), str(length - 2), "0.0")
-        }
-        assert bucket["pseudo_perplexity"] == pytest.approx(
-            math.sqrt(math.prod(expected)), rel=1e-4
-        ), "A bucket is exp of the texts' mean."
-    assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "No plot was drawn."
+
+        bucket_rows = [row for row in rows if row["length"] == str(length)]
+        values = sorted(math.exp(float(row["mean_cross_entropy"])) for row in bucket_rows)
+        assert values == pytest.approx(sorted(expected), rel=1e-4)
+        for row in bucket_rows:
+            assert row["tokens"] == str(length)
+            assert row["positions"] == str(length - 2)
+            assert row["standard_error"] == "0.0"
+        # A bucket is the exponential of the mean over texts.
+        geometric_mean = math.sqrt(math.prod(expected))
+        assert bucket["pseudo_perplexity"] == pytest.approx(geometric_mean, rel=1e-4)
+    assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "the plot must not be empty"
 
 
-def test_every_subset_together_is_unbiased():
-    """Over all subsets of a population: mean of the means = the mean; mean of the squared errors =
-    variance of the means."""
+def test_the_mean_and_the_error_of_all_subsets_are_unbiased():
+    """Check all subsets of a population.
+
+    The mean of their means is the mean of the population, and the mean of their squared errors is
+    the variance of their means.
+    """
     population = np.array([0.3, 1.0, 4.0, 0.1, 2.5, 7.0, 0.9])
     subsets = [
         module.mean_and_error(population[list(chosen)], len(population))
@@ -129,54 +143,58 @@ def test_every_subset_together_is_unbiased():
     assert module.mean_and_error(population, 7) == (pytest.approx(population.mean()), 0.0)
 
 
-def test_positions_are_drawn_evenly_without_replacement():
+def test_positions_are_sampled_uniformly_without_replacement():
     counts = np.zeros(12)
     for seed in range(3000):
         positions = module.sample_positions(12, 5, seed, "text")
-        assert len(set(positions.tolist())) == 5, "A position was drawn twice."
+        assert len(set(positions.tolist())) == 5, "a position was sampled twice"
         counts[positions] += 1
-    # Binomial: 3000 draws with probability 5/12, standard deviation 27.
-    assert np.abs(counts - 1250).max() < 110, f"Positions are not drawn evenly: {counts}."
+    # Each count is binomial with 3000 trials, probability 5/12 and standard deviation 27.
+    assert np.abs(counts - 1250).max() < 110, counts
     assert module.sample_positions(4, None, 0, "x").tolist() == [0, 1, 2, 3]
-    assert (
-        module.sample_positions(12, 5, 1, "a").tolist()
-        != module.sample_positions(12, 5, 1, "b").tolist()
-    ), "Texts share their positions."
+
+    first = module.sample_positions(12, 5, 1, "a")
+    second = module.sample_positions(12, 5, 1, "b")
+    assert first.tolist() != second.tolist(), "each text must have its own positions"
 
 
-def test_buckets(folder, tmp_path):
-    cut = run(folder, tmp_path / "cut", positions=2)
-    assert [row["length"] for row in cut].count("64") == 1
-    assert [row["length"] for row in cut].count("32") == 5 and [row["length"] for row in cut].count(
-        "16"
-    ) == 6
-    assert all(row["tokens"] == row["length"] for row in cut), "A cut text fills its bucket."
-    own = run(folder, tmp_path / "own", positions=2, bucketing="full")
-    assert [int(row["tokens"]) for row in own] == [22, 32, 42, 52, 62, 64]
-    assert [row["length"] for row in own] == ["32", "32", "64", "64", "64", "64"]
+def test_texts_are_truncated_to_each_length_or_measured_in_full(folder, tmp_path):
+    truncated = run(folder, tmp_path / "truncated", positions=2)
+    assert Counter(row["length"] for row in truncated) == {"16": 6, "32": 5, "64": 1}
+    assert all(row["tokens"] == row["length"] for row in truncated)
+
+    full = run(folder, tmp_path / "full", positions=2, bucketing="full")
+    assert [int(row["tokens"]) for row in full] == [22, 32, 42, 52, 62, 64]
+    assert [row["length"] for row in full] == ["32", "32", "64", "64", "64", "64"]
+
+    # Rows without text and texts that reach no length are ignored.
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         '{"text": " "}\n{"text": "too short"}\n' + (folder / "texts.jsonl").read_text()
     )
-    again = run(folder, tmp_path / "again", text=texts, positions=2)
-    assert again == cut, "rows without text, and texts that reach no bucket, are passed over"
+    assert run(folder, tmp_path / "again", text=texts, positions=2) == truncated
 
 
 def test_several_models_share_a_table(folder, tmp_path, capsys):
-    """Each has the figures of a run alone; BERT's 48 learned positions end its buckets there."""
+    """Check that each model has the results of a separate run.
+
+    The lengths of BERT end at its 48 learned position embeddings.
+    """
     models = f"{folder / 'neobert'},{folder / 'bert'}"
     both = run(folder, tmp_path / "both", model=models, positions=2)
     alone = [run(folder, tmp_path / name, model=folder / name, positions=2) for name in NAMES]
     assert both == [*alone[0], *alone[1]]
     assert {row["length"] for row in alone[1]} == {"16", "32"}
+
     page = (tmp_path / "both" / "pseudo_perplexity.md").read_text()
     assert [page.count(f"| {name} | off |") for name in NAMES] == [3, 2]
     capsys.readouterr()
     assert run(folder, tmp_path / "both", model=models, positions=2) == both
-    assert capsys.readouterr().out.strip() == page.strip(), "a finished run shows its page"
+    assert capsys.readouterr().out.strip() == page.strip(), "a finished run must print its page"
     with pytest.raises(UserError, match="other settings .positions 2, now 3"):
         run(folder, tmp_path / "both", model=models, positions=3)
-    # Two folders of one name are two models.
+
+    # Two directories of the same name are two models.
     for number, name in enumerate(NAMES):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "best").symlink_to(folder / name)
@@ -185,8 +203,10 @@ def test_several_models_share_a_table(folder, tmp_path, capsys):
 
 
 def test_errors_of_a_bucket_by_hand():
-    """Means 1 and 2 with errors 0.3 and 0.4: the mean's own error is 0.5 / 2, the spread of the
-    texts gives 0.7071 / sqrt(2)."""
+    """Check means of 1 and 2 with errors of 0.3 and 0.4.
+
+    The error of their mean is 0.5 / 2 from the positions and 0.7071 / sqrt(2) from the texts.
+    """
     rows = pandas.DataFrame({"mean_cross_entropy": [1.0, 2.0], "standard_error": [0.3, 0.4]})
     rows = rows.assign(name="m", yarn="off", length=16, positions=4)
     (bucket,) = module.summarize(rows)
@@ -211,35 +231,42 @@ def test_the_published_table_follows_from_its_rows():
             assert getattr(bucket, name) == pytest.approx(expected[name], rel=1e-12)
 
 
-def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes(folder, tmp_path, monkeypatch):
     whole = run(folder, tmp_path / "whole", positions=4)
-    real, calls = module.masked_cross_entropy, []
+    masked_cross_entropy = module.masked_cross_entropy
+    calls = []
 
-    def interrupted(*inputs):
-        calls.append(1)
+    def interrupt(*inputs):
+        calls.append(inputs)
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return real(*inputs)
+        return masked_cross_entropy(*inputs)
 
-    monkeypatch.setattr(module, "masked_cross_entropy", interrupted)
+    def count(*inputs):
+        calls.append(inputs)
+        return masked_cross_entropy(*inputs)
+
+    monkeypatch.setattr(module, "masked_cross_entropy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "parts", positions=4)
+
+    # A process that is killed may leave an incomplete line.
     path = tmp_path / "parts" / "pseudo_perplexity.csv"
     assert len(path.read_text().splitlines()) == 6
     path.write_text(path.read_text() + "neobert,half a li")
     calls.clear()
-    monkeypatch.setattr(
-        module, "masked_cross_entropy", lambda *inputs: (calls.append(1), real(*inputs))[1]
-    )
+    monkeypatch.setattr(module, "masked_cross_entropy", count)
     parts = run(folder, tmp_path / "parts", positions=4)
     assert len(calls) == len(whole) - 5
-    assert parts == whole, "The continued run differs from the uninterrupted one."
+    assert parts == whole, "a resumed run must equal an uninterrupted one"
 
 
 def test_yarn(folder, tmp_path):
     rows = run(folder, tmp_path, lengths=64, yarn="off,2", max_texts=1)
     values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
-    assert set(values) == {"off", "2"} and values["off"] != values["2"], "YaRN changed nothing."
+    assert set(values) == {"off", "2"}
+    assert values["off"] != values["2"]
+
     tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 48}
     model = NeoBERTForMaskedLM.from_pretrained(
@@ -252,8 +279,8 @@ def test_yarn(folder, tmp_path):
     assert values["2"] == pytest.approx(losses.mean(), rel=1e-6)
 
 
-def test_usual_lengths_end_at_the_context(folder, tmp_path):
-    """48 positions, with YaRN by 1.2 then 58."""
+def test_default_lengths_end_at_the_context_length(folder, tmp_path):
+    """Check a context length of 48 tokens, which YaRN with the factor 1.2 extends to 58."""
     (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
     for yarn, length in (("off", "48"), ("off,1.2", "58")):
         rows = run(
@@ -278,13 +305,12 @@ def test_usual_lengths_end_at_the_context(folder, tmp_path):
 def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
     with pytest.raises(UserError, match=sentence):
         run(folder, tmp_path / "out", **more)
-    assert not (tmp_path / "out").exists(), "Something was written although the input is bad."
+    assert not (tmp_path / "out").exists(), "nothing may be written"
 
 
-def test_models_that_cannot(folder, tmp_path):
+def test_unusable_models_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="`yarn` requires a NeoBERT model, got the bert model .*"):
         run(folder, tmp_path / "out", model=folder / "bert", yarn=2)
-    from neobert import NeoBERTModel
 
     backbone = tmp_path / "backbone"
     NeoBERTModel.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(backbone)
@@ -293,6 +319,7 @@ def test_models_that_cannot(folder, tmp_path):
         UserError, match="no trained masked-LM head: .* decoder.bias, decoder.weight"
     ):
         run(folder, tmp_path / "out", model=backbone)
+
     bare = tmp_path / "bare"
     NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(
         bare
@@ -300,6 +327,7 @@ def test_models_that_cannot(folder, tmp_path):
     with pytest.raises(UserError, match="no tokenizer was found in .*/bare"):
         run(folder, tmp_path / "out", model=bare)
     assert not (tmp_path / "out").exists()
+
     larger = AutoTokenizer.from_pretrained(folder / "neobert")
     larger.add_tokens(["sea-green"])
     larger.save_pretrained(bare)
