@@ -7,6 +7,7 @@ retrieval is evaluated before and after training, and bad input ends in one mess
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from helpers.jsonl import write_jsonl
 
 pytest.importorskip("sentence_transformers")
 
+from filelock import FileLock
 from helpers.contrastive_runs import (  # noqa: F401
     ANIMALS,
     arguments_for,
@@ -181,7 +183,7 @@ def test_adapters_go_on_after_interruptions_and_are_merged(
 
 
 def test_a_folder_to_publish(model_folder, tmp_path):
-    """No row of the training data in any file, which the library's own card would show; licence and
+    """No row of the training data in any file, which the library's own card would show; license and
     origin in the card; both forms of a pooling, since sentence-transformers 5.1 and 6.2 each read
     one of them, and take the first token's vector where theirs is missing."""
     rows = [{"anchor": f"unpublished question {i}", "positive": f"answer {i}"} for i in range(20)]
@@ -222,6 +224,47 @@ def test_negatives_are_searched_too(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
     queries = retrieval.read_queries(str(path))
     assert queries.relevant == {"a": {"p", "q"}} and sorted(queries.texts) == ["n", "p", "q"]
+
+
+def test_the_card_names_an_instruction_and_an_inherited_license(model_folder, tmp_path):
+    start = shutil.copytree(model_folder, tmp_path / "start")
+    (start / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n", encoding="utf-8")
+    rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
+    pairs = write_jsonl(tmp_path / "faq.jsonl", rows)
+    options = ["--pairs", str(pairs), "--max_steps", "1"]
+
+    cards = {}
+    for name, more in (("with", ["--instruction", "Find the answer"]), ("without", [])):
+        assert main(arguments_for(start, tmp_path / name, *options, *more)) == 0
+        cards[name] = (tmp_path / name / "README.md").read_text(encoding="utf-8")
+
+    assert "# adds the instruction of the training" in cards["with"]
+    assert "instruction" not in cards["without"]
+    for card in cards.values():
+        assert yaml.safe_load(card.split("---")[1])["license"] == "cc-by-4.0"
+        assert "The license is that of the start model's card." in card
+
+
+def test_tensorboard_logs_are_kept(model_folder, tmp_path):
+    rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
+    pairs = write_jsonl(tmp_path / "faq.jsonl", rows)
+    options = ["--pairs", str(pairs), "--max_steps", "2", "--report-to", "tensorboard"]
+    assert main(arguments_for(model_folder, tmp_path / "out", *options)) == 0
+    assert list((tmp_path / "out" / "runs").rglob("events.out.tfevents*"))
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_second_process_is_refused_before_data_and_model_are_loaded(
+    model_folder, tmp_path, monkeypatch
+):
+    rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
+    argv = ["--pairs", str(write_jsonl(tmp_path / "faq.jsonl", rows)), "--max_steps", "1"]
+    for name in ("build_mixture", "load_model"):
+        monkeypatch.setattr(contrastive, name, lambda *_: pytest.fail("loaded before the claim"))
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"):
+        with pytest.raises(UserError, match="is in use by another run"):
+            main(arguments_for(model_folder, tmp_path / "out", *argv))
 
 
 def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, caplog):

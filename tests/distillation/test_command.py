@@ -20,6 +20,7 @@ from helpers.jsonl import write_jsonl
 
 pytest.importorskip("sentence_transformers")
 
+from filelock import FileLock
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers import models as modules
@@ -28,6 +29,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.cli import main as command
 from neobert.common.errors import UserError
+from neobert.distillation import command as distill_command
 from neobert.distillation.command import (
     DistillTrainer,
     ShuffledBatches,
@@ -697,3 +699,17 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert error.startswith("neobert distill: ") and expected in error, error
     # The output is claimed before data and models are loaded; `run.json` alone blocks no other run.
     assert {path.name for path in tmp_path.glob("student*/*")} <= {"run.json", ".lock"}
+
+
+def test_a_second_process_is_refused_before_texts_and_models_are_loaded(
+    tmp_path, teacher, files, capsys, monkeypatch
+):
+    for name in ("read_texts", "load_sentence_transformer"):
+        monkeypatch.setattr(
+            distill_command, name, lambda *_, **__: pytest.fail("loaded before the claim")
+        )
+    path = recipe(tmp_path, teacher, files)
+    (tmp_path / "student").mkdir()
+    with FileLock(tmp_path / "student" / ".lock"):
+        assert command(["distill", path]) == 2
+    assert "is in use by another run" in capsys.readouterr().err
