@@ -227,7 +227,7 @@ def test_no_token_is_without_a_token_to_see():
 @torch.no_grad()
 def test_flash_contract(flash, dtype, unpad_inputs, batch):
     """What the kernel takes: int32 offsets, a scale, and numbers as longest lengths, since a tensor
-    costs a device synchronisation a layer."""
+    costs a device synchronization a layer."""
     fields = {"unpad_inputs": unpad_inputs, "attention_dropout": 0.25}
     model = build(NeoBERTModel, "flash_attention_2", **fields).to(dtype)
     ids, mask, texts = batch

@@ -291,8 +291,8 @@ class _OwnModules(modeling.NeoBERTPreTrainedModel):
         self.post_init()
 
 
-def test_modules_of_a_subclass_are_initialised(tmp_path):
-    """transformers 5 loads on the meta device: what nobody initialises is whatever the memory
+def test_modules_of_a_subclass_are_initialized(tmp_path):
+    """transformers 5 loads on the meta device: what nobody initializes is whatever the memory
     held."""
     make_model(NeoBERTModel).save_pretrained(tmp_path)
     filled = [torch.full((1536,), 7.0) for _ in range(50)]

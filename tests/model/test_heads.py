@@ -99,13 +99,13 @@ def test_sparse_prediction_gives_the_same_loss_and_gradients():
     first, second = everything(**batch), masked(**batch)
     expected = first.logits[batch["labels"] != -100]
     assert second.logits.shape == (5, 200)
-    close(second.logits, expected, "logits of labelled tokens, in the order of the rows")
+    close(second.logits, expected, "logits of labeled tokens, in the order of the rows")
     seen = []
     masked.decoder.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
     second = masked(**batch)  # whose hook sees a batch that is not packed
-    assert seen == [5 * 64], "the decoder ran on other tokens than the 5 labelled ones"
+    assert seen == [5 * 64], "the decoder ran on other tokens than the 5 labeled ones"
     close(second.loss, first.loss)
-    close(second.logits, expected, "logits of labelled tokens")
+    close(second.logits, expected, "logits of labeled tokens")
     first.loss.backward()
     second.loss.backward()
     for (name, p), q in zip(everything.named_parameters(), masked.parameters()):
@@ -122,7 +122,7 @@ def test_sparse_prediction_of_a_batch_that_the_caller_packed():
     dense = make_model(NeoBERTForMaskedLM)(**packed)
     sparse = make_model(NeoBERTForMaskedLM, sparse_prediction=True)(**packed)
     close(sparse.loss, dense.loss)
-    close(sparse.logits, dense.logits[packed["labels"] != -100], "logits of the labelled tokens")
+    close(sparse.logits, dense.logits[packed["labels"] != -100], "logits of the labeled tokens")
 
 
 @pytest.mark.parametrize("head", (NeoBERTForMaskedLM, NeoBERTForTokenClassification))

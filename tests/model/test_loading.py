@@ -314,10 +314,10 @@ def test_exchange_with_the_other_version(variant, tmp_path, remote):
 
 
 # ------------------------------------------------------------------------------------------------
-# initialisation
+# initialization
 
 
-def test_initialisation_is_the_papers():
+def test_initialization_is_the_papers():
     """Uniform within the bounds for body and decoder, normal for heads, ones and zeros for norms
     and biases."""
     fields = {**FIELDS, "hidden_size": 128, "num_labels": 3, "embedding_init_range": 0.05}

@@ -138,7 +138,7 @@ def test_no_module_does_what_a_loader_minds(name):
     assert not [class_name for class_name in classes(name) if class_name.endswith("Attention")]
 
 
-def test_initialisation_uses_torch_nn_init():
+def test_initialization_uses_torch_nn_init():
     """In-place writes (`weight.data.uniform_()`) overwrite loaded weights on transformers 5;
     torch.nn.init is skipped for them."""
     nodes = [node for node in ast.walk(tree(MODELING)) if isinstance(node, ast.FunctionDef)]
