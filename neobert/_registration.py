@@ -30,7 +30,9 @@ def _register() -> None:
 
     transformers.AutoConfig.register("neobert", NeoBERTConfig, exist_ok=True)
     transformers.AutoTokenizer.register(
-        NeoBERTConfig, fast_tokenizer_class=transformers.BertTokenizerFast, exist_ok=True
+        NeoBERTConfig,
+        fast_tokenizer_class=transformers.BertTokenizerFast,  # type: ignore[attr-defined]
+        exist_ok=True,
     )
     for auto_class, path in AUTO_MAP.items():
         file, name = path.split(".")

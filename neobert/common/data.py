@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import fsspec
 import pyarrow
@@ -159,8 +159,26 @@ def rows(
     """
     for file in files(source):
         for _, row in numbered_rows(file, columns, texts):
-            if row is not None:
-                yield row
+            yield row
+
+
+@overload
+def numbered_rows(
+    file: File,
+    columns: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    wanted: None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]: ...
+
+
+@overload
+def numbered_rows(
+    file: File,
+    columns: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    *,
+    wanted: Callable[[int], bool],
+) -> Iterator[tuple[int, dict[str, Any] | None]]: ...
 
 
 def numbered_rows(
@@ -168,7 +186,7 @@ def numbered_rows(
     columns: Sequence[str] | None = None,
     texts: Sequence[str] = (),
     wanted: Callable[[int], bool] | None = None,
-) -> Iterator[tuple[int, dict[str, Any] | None]]:
+) -> Iterator[tuple[int, Any]]:
     """Yield the rows of one file with their number, counted from 0.
 
     Args:
@@ -210,8 +228,8 @@ def schema(file: File) -> pyarrow.Schema:
     if file.format == ".parquet":
         with _parquet(file) as table:
             return table.schema_arrow
-    _, row = next(numbered_rows(file), (0, None))
-    return pyarrow.schema([(name, pyarrow.string()) for name in row or ()])
+    _, row = next(numbered_rows(file), (0, {}))
+    return pyarrow.schema([(name, pyarrow.string()) for name in row])
 
 
 def is_empty(file: File) -> bool:

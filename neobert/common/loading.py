@@ -191,14 +191,16 @@ def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
             raise UserError(f"`{where}` has the unknown field {name!r}.{hint}")
 
 
-def position_limit(model: torch.nn.Module) -> int | None:
+def position_limit(model: Any) -> int | None:
     """Return the maximum sequence length that a model has positions for.
+
+    Args:
+        model: Encoder of transformers.
 
     Returns:
         Number of tokens, None for models without such a limit (T5).
     """
-    config: Any = model.config
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if not positions:
         return None
     # RoBERTa and similar models count positions from the index of the padding token + 1.

@@ -207,7 +207,7 @@ def train(
         set_seed(training.seed)
         model = load_model(options)
         if options.lora.lora:
-            adapter = lora_config(model[0].auto_model, **options.lora.settings())
+            adapter = lora_config(model[0].auto_model, **(options.lora.settings() or {}))
             model.add_adapter(adapter)
 
         if is_main():

@@ -70,7 +70,10 @@ def read_blocks(
     part = 0
     rows: dict[int, dict[str, Any]] = {}
     characters = 0
-    for number, row in numbered_rows(file, columns, [text_column], lambda n: is_wanted(n // size)):
+    numbered = numbered_rows(
+        file, columns, [text_column], wanted=lambda number: is_wanted(number // size)
+    )
+    for number, row in numbered:
         if rows and (number // size != part or characters > _BLOCK_CHARACTERS):
             yield Block(file, part, rows, False)
             rows = {}

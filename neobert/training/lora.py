@@ -177,8 +177,10 @@ def _check_targets(model: "nn.Module", targets: Sequence[str]) -> None:
             )
 
 
-def trainable_parameters(model: "nn.Module") -> tuple[int, int]:
+def trainable_parameters(model: "nn.Module | None") -> tuple[int, int]:
     """Return the number of trainable parameters, and the number of all parameters."""
+    if model is None:
+        return 0, 0
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return trainable, sum(p.numel() for p in model.parameters())
 
