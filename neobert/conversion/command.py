@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ..common.errors import UserError, printable
-from ..common.folders import apart, check_new, new_folder
+from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.options import log_options
 from ..common.pooling import write_sentence_transformers
@@ -95,7 +95,7 @@ def convert(options: ConvertOptions) -> None:
     check_new(output, "OUTPUT")
     tokenizer_path = source.tokenizer if source.tokenizer != "none" else None
     inputs = (source.checkpoint, source.config, tokenizer_path)
-    apart(output, *(path for path in inputs if path))
+    check_disjoint(output, *(path for path in inputs if path))
 
     # Read the checkpoint and decide which model it contains.
     checkpoint = open_checkpoint(source.checkpoint, source.step)

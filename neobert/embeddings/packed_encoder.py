@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ..attention_neobert import Packing
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
+from ..common.environment import processor_units
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
     check_model,
@@ -24,7 +25,6 @@ from ..common.loading import (
     position_limit,
 )
 from ..common.packing import pack
-from ..common.results import processor_units
 from ..quantization.int8 import is_int8, quantize_int8
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save
 
 from ..common.files import read_json, write_json, write_text
-from ..common.folders import apart, check_new, new_folder
+from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.identity import model_digest
 from ..common.loading import copy_code
 from ..common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
@@ -27,7 +27,7 @@ def check_output(options: OnnxOptions | OpenvinoOptions) -> None:
     """
     model = options.model
     check_new(model.output, "OUTPUT")
-    apart(model.output, *(path for path in (model.folder, model.tokenizer) if path))
+    check_disjoint(model.output, *(path for path in (model.folder, model.tokenizer) if path))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..common.errors import UserError
 from ..common.files import check_file
-from ..common.folders import apart, check_new, new_file
+from ..common.folders import check_disjoint, check_new, new_file
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .options import GgufOptions
@@ -31,7 +31,7 @@ def check_output(options: GgufOptions) -> None:
     check_new(output, "OUTPUT")
     if Path(output).suffix != ".gguf":
         raise UserError(f"OUTPUT must be a file that ends in .gguf, got {output}.")
-    apart(output, options.model.folder)
+    check_disjoint(output, options.model.folder)
 
 
 def export(source: Source, options: GgufOptions) -> None:

@@ -38,7 +38,7 @@ from ..common.environment import environment, environment_line
 from ..common.errors import UserError, listed
 from ..common.files import write_text
 from ..common.folders import new_file
-from ..common.identity import known_by
+from ..common.identity import model_fingerprint
 from ..common.loading import (
     check_vocabulary,
     choose_device,
@@ -160,7 +160,7 @@ def run(options: PseudoPerplexityOptions) -> str:
     sources = parse_sources(options.data.text, column=options.data.column)
     settings = {
         **identity(options),
-        "model": [known_by(name) for name in options.model.model],
+        "model": [model_fingerprint(name) for name in options.model.model],
         "text": source_key(sources),
     }
     output = Output(options.output.output, "pseudo-perplexity", settings)
