@@ -1,9 +1,11 @@
-"""Test error messages: untrusted text is escaped and truncated in one place."""
+"""Tests of messages: untrusted text is escaped and shortened, missing packages are named."""
 
-from neobert.common.errors import UserError, listed, one_line
+import pytest
+
+from neobert.common.errors import UserError, listed, one_line, require
 
 
-def test_text_of_a_stranger_is_escaped_in_every_message():
+def test_untrusted_text_is_escaped_in_every_message():
     name = "a\x1b]0;owned\x07\n\u202e\ud800\u00e9\u4f60"
     escaped = "a\\x1b]0;owned\\x07\\n\\u202e\\ud800\u00e9\u4f60"
     assert str(UserError(name)) == listed([name]) == escaped
@@ -12,8 +14,8 @@ def test_text_of_a_stranger_is_escaped_in_every_message():
     assert one_line(ValueError(" two\n lines. ")) == "two lines"
 
 
-def test_the_error_of_a_loaders_worker_is_its_sentence():
-    """torch raises it again with the worker's traceback before it."""
+def test_the_error_of_a_dataloader_worker_is_its_message():
+    """torch raises the error again, preceded by the worker's traceback."""
     traceback = (
         'Original Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise '
         'UserError("x")\n'
@@ -23,3 +25,23 @@ def test_the_error_of_a_loaders_worker_is_its_sentence():
         f"0.\n{traceback}neobert.common.errors.UserError: a.csv, line 9: a quote is open\n"
     )
     assert str(UserError(message)) == "a.csv, line 9: a quote is open"
+
+
+def test_installed_packages_are_sufficient():
+    require("train", "json", "numpy>=1.0")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("nonexistent_module", "nonexistent-module"),
+        ("numpy>=99", "'numpy>=99'"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_command(module, package):
+    with pytest.raises(ImportError) as error:
+        require("train", "json", module)
+    assert str(error.value) == (
+        f"a required package is not installed. Run `pip install {package}`, or `pip install -e "
+        "'.[train]'` in a clone."
+    )

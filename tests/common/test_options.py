@@ -82,6 +82,33 @@ def test_recipes_are_overridden_from_left_to_right(tmp_path):
     assert (read.data.source, read.batch.max_length) == ("mine.txt", 32)
 
 
+def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="in the recipe recipes/contrastive.yaml"):
+        PARSER.read(["recipes/contrastive.yaml"])
+
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "contrastive.yaml").write_text("max_length: 5\n")
+    read = PARSER.read(["a.txt", "recipes/contrastive.yaml"])
+    assert read.batch.max_length == 5
+
+    with pytest.raises(UserError, match="there is no file recipes/nothing.yaml"):
+        PARSER.read(["a.txt", "recipes/nothing.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "columns"),
+    [
+        (["--columns", "1", "1e3"], ["1", "1e3"]),
+        (["--columns", "[a, 'b c']"], ["a", "b c"]),
+        (["--columns=[]"], []),
+        (["--columns", "2024"], ["2024"]),
+    ],
+)
+def test_lists_of_the_command_line(words, columns):
+    assert PARSER.read(["a.txt", *words]).data.columns == columns
+
+
 def test_options_of_trainer_are_passed_on(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("source: a.txt\ntrainer: {learning_rate: 1e-4, seed: 3}\n")
