@@ -51,6 +51,12 @@ COMMANDS = {
         "serving.command",
         ("serve", "fastapi", "uvicorn>=0.30", "prometheus_client", "sentence_transformers"),
     ),
+    "predict": Command(
+        "Use a model",
+        "Predict labels, values or entities for a file of any size",
+        "prediction.command",
+        ("eval", "scipy", "pyarrow"),
+    ),
     "export": Command(
         "Use a model", "Export a Hub folder to GGUF, ONNX or OpenVINO", "export.command"
     ),

@@ -74,7 +74,7 @@ def copied_columns(options: EncodeOptions, files: Sequence[data.File]) -> pyarro
     if is_typed:
         known = dict(zip(schema.names, schema.types))
     else:
-        known = _inferred_types(files, [name for name, kind in types.items() if kind is None])
+        known = inferred_types(files, [name for name, kind in types.items() if kind is None])
     return pyarrow.schema(
         [(name, kind or known.get(name, pyarrow.string())) for name, kind in types.items()]
     )
@@ -109,7 +109,7 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
         ) from error
 
 
-def _inferred_types(
+def inferred_types(
     files: Sequence[data.File], names: Sequence[str]
 ) -> dict[str, pyarrow.DataType]:
     """Return the Arrow types of columns of JSON, CSV or TSV files; string if no other type fits.

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .baselines import METRICS
 from .rows import MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
-from .tagging import OUTSIDE, find_entities, tag_counts, token_positions
+from .tagging import find_entities, missing_logits, tag_counts, token_positions
 
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # Label of tokens that the loss ignores.
 IGNORED = -100
-# Logit of all tags but `O` of a word that was truncated.
-_UNLIKELY = -30.0
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,7 @@ def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarr
     Args:
         logits: (N, L, C) logits of the tokens.
     """
-    missing = np.full(len(task.labels), _UNLIKELY, dtype=np.float32)
-    outside = task.labels.index(OUTSIDE) if OUTSIDE in task.labels else 0
-    missing[outside] = 0.0
+    missing = missing_logits(task.labels)
     rows = []
     for row, positions in zip(logits, part.positions):
         words = row[np.maximum(positions, 0)].astype(np.float32)

@@ -32,13 +32,13 @@ from ..common import __version__
 from ..common.errors import UserError, one_line
 from ..common.files import read_json, write_json
 from ..common.folders import check_disjoint
-from ..common.identity import known_by
+from ..common.identity import model_fingerprint
 from ..common.loading import check_model, check_vocabulary, load_tokenizer, text_limit
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import pooling_mode
 from ..common.tables import markdown_table
-from ..training.checkpoints import spent
+from ..training.checkpoints import training_time
 from ..training.lora import trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
@@ -58,7 +58,7 @@ from .finetune_card import write_card
 from .finetune_options import FINETUNE, FinetuneOptions
 from .model import encoder_hidden_size, load_classifier
 from .plots import plot_confusion, plot_label_f1, plot_learning_curve, plot_values
-from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
+from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TASK_FILE, TOKENS, TextTask
 from .splits import Splits, read_splits
 from .trainer import (
     FIXED,
@@ -74,7 +74,6 @@ from .trainer import (
 
 logger = logging.getLogger("neobert.finetuning")
 
-TASK_FILE = "task.json"
 LORA_LEARNING_RATE = 3e-4
 
 
@@ -146,7 +145,7 @@ def run_identity(
         **number_options(options.trainer),
         "metric": metric,
         "task": asdict(task),
-        "model": known_by(options.model.model),
+        "model": model_fingerprint(options.model.model),
         "rows": [part.digest() for part in (splits.train, splits.validation, splits.test)],
         "learning_rate": training.learning_rate,
         "processes": training.world_size,
@@ -365,7 +364,7 @@ class Finetuning:
             "losses": [[entry["epoch"], entry["loss"]] for entry in losses],
             "learning_rate": self.training.learning_rate,
             "parameters": {"trained": trained, "all": total},
-            "seconds": spent(trainer)["seconds"],
+            "seconds": training_time(trainer)["seconds"],
             **memory_result(trainer.memory),
         }
 

@@ -16,6 +16,9 @@ from .tagging import Bounds, bio_names, is_bio, join_words, split_words, tags_fr
 
 logger = logging.getLogger("neobert.finetuning")
 
+# File of a fine-tuned model that describes its task.
+TASK_FILE = "task.json"
+
 CLASSIFICATION = "classification"
 MULTI_LABEL = "multi-label"
 REGRESSION = "regression"

@@ -22,6 +22,8 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 # Prefixes of the BIOES and BILOU schemes, and those of BIO.
 _PREFIXES = {"B": "B", "I": "I", "E": "I", "L": "I", "S": "B", "U": "B"}
 _SINGLE = ("S", "U")
+# Logit of all tags but `O` of a word that was truncated.
+_UNLIKELY = -30.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,13 @@ def token_positions(words: Bounds, offsets: Sequence[tuple[int, int]] | np.ndarr
     candidates = np.minimum(candidates, len(kept) - 1)
     is_inside &= bounds[kept[candidates], 0] < word_bounds[:, 1]
     return np.where(is_inside, kept[candidates], -1)
+
+
+def missing_logits(labels: Sequence[str]) -> np.ndarray:
+    """Return the logits of a word that was truncated, (C,): those of `O`."""
+    missing = np.full(len(labels), _UNLIKELY, dtype=np.float32)
+    missing[labels.index(OUTSIDE) if OUTSIDE in labels else 0] = 0.0
+    return missing
 
 
 def find_entities(tags: Sequence[str], words: Bounds, bio: bool = True) -> list[Entity]:

@@ -1,0 +1,1 @@
+"""Predictions for files: `neobert predict` (docs/finetuning.md)."""

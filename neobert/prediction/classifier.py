@@ -1,0 +1,429 @@
+"""Classifiers on batches of a token budget: labels, values or entities of texts.
+
+NeoBERT runs packed, without padding. Other models run on padded batches of texts of similar length.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
+
+from ..common.constants import CPU_TOKENS, CUDA_TOKENS
+from ..common.errors import UserError, one_line
+from ..common.files import read_json
+from ..common.loading import check_model, choose_device, load_tokenizer, text_limit
+from ..common.packing import pack
+from ..embeddings.windows import WindowSettings, text_windows
+from ..encoding.manifest import Truncation
+from ..finetuning.calibration import probabilities
+from ..finetuning.rows import (
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    TASK_FILE,
+    TOKENS,
+    TextTask,
+)
+from ..finetuning.tagging import (
+    Bounds,
+    find_entities,
+    is_bio,
+    join_words,
+    missing_logits,
+    split_words,
+    token_positions,
+)
+from ..quantization.int8 import quantize_int8
+from .options import PredictOptions
+
+
+# Maximum sequence length of a model without task.json.
+_DEFAULT_LENGTH = 512
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """Content of task.json.
+
+    Attributes:
+        task: Task, with its labels and text columns.
+        max_length: Maximum sequence length of the training in tokens.
+        temperature: Number that logits are divided by.
+    """
+
+    task: TextTask
+    max_length: int
+    temperature: float
+
+    @classmethod
+    def load(cls, model: str, trust_remote_code: bool = False) -> "TaskRecord":
+        """Read task.json of a model, or infer the task of another classifier from config.json.
+
+        Raises:
+            UserError: If the model is no classifier.
+        """
+        path = Path(model) / TASK_FILE
+        if path.is_file():
+            record = read_json(path)
+            task = TextTask(
+                name=record["task"],
+                text_columns=tuple(record["text_columns"]),
+                label_columns=(),
+                labels=tuple(record["labels"]),
+                bio=record["bio"],
+            )
+            return cls(task, record["max_length"], record["temperature"])
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
+        return cls(_task_of_config(config, model), _DEFAULT_LENGTH, 1.0)
+
+
+def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
+    architectures = " ".join(config.architectures or [])
+    names: dict[Any, str] = dict(config.id2label or {})
+    labels = tuple(str(names[number]) for number in range(len(names)))
+    if "ForTokenClassification" in architectures:
+        return TextTask(TOKENS, ("text",), (), labels, is_bio(labels))
+    if "ForSequenceClassification" not in architectures:
+        raise UserError(
+            f"`model` must be a classifier, got {model} with the architecture "
+            f"{architectures or 'unknown'}. Train one with neobert finetune."
+        )
+    if config.problem_type == "multi_label_classification":
+        return TextTask(MULTI_LABEL, ("text",), (), labels)
+    if config.problem_type == "regression" or len(labels) == 1:
+        return TextTask(REGRESSION, ("text",), ())
+    return TextTask(CLASSIFICATION, ("text",), (), labels)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of N texts.
+
+    Attributes:
+        ids: Token ids of each sequence.
+        types: Token types of each sequence, for models with segments.
+        rows: Index of the text of each sequence.
+        positions: Per sequence the index of the first token of each word of its text, or -1.
+        truncation: How much of the texts was truncated.
+    """
+
+    ids: list[np.ndarray]
+    types: list[np.ndarray] | None
+    rows: np.ndarray
+    positions: list[np.ndarray] | None
+    truncation: Truncation
+
+
+class PackedClassifier:
+    """Classifier, regression model or tagger with the options of `neobert predict`.
+
+    Args:
+        options: Options of the command.
+        record: Task of the model.
+
+    Raises:
+        UserError: If the model cannot be loaded or used with the options.
+    """
+
+    def __init__(self, options: PredictOptions, record: TaskRecord) -> None:
+        name = options.model.model
+        trust_remote_code = options.model.trust_remote_code
+        check_model(name)
+        self.task = record.task
+        self.temperature = record.temperature
+        self.device = choose_device(options.inference.device)
+        default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
+        self.batch_tokens = options.inference.batch_tokens or default_tokens
+        self.tokenizer = load_tokenizer(name, trust_remote_code)
+        self.model = self._load(name, options.inference.dtype, trust_remote_code)
+        self.packs = self.model.config.model_type == "neobert"
+
+        limit = text_limit(self.model, self.tokenizer)
+        wanted = options.long_texts.max_length or record.max_length
+        if options.long_texts.max_length and limit and wanted > limit:
+            raise UserError(
+                f"`max_length` must be at most {limit:,}, the length of the model, got {wanted:,}."
+            )
+        self.max_length = min(wanted, limit or wanted)
+        self.windows: WindowSettings | None = None
+        if options.long_texts.long_texts == "windows":
+            self.windows = self._window_settings(options.long_texts.overlap)
+        if self.task.name == TOKENS and not self.tokenizer.is_fast:
+            raise UserError(
+                "entities require a tokenizer with character offsets (a tokenizer.json), got a "
+                "tokenizer written in Python."
+            )
+
+    def _load(self, name: str, dtype: str, trust_remote_code: bool) -> Any:
+        auto_class: Any = AutoModelForSequenceClassification
+        if self.task.name == TOKENS:
+            auto_class = AutoModelForTokenClassification
+        try:
+            model, info = auto_class.from_pretrained(
+                name,
+                dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"{name} cannot be loaded as a classifier: {one_line(error)}."
+            ) from error
+        if info["missing_keys"]:
+            raise UserError(
+                f"{name} must have a trained head, got a model without "
+                f"{sorted(info['missing_keys'])[0]}. Train it with neobert finetune."
+            )
+        model = model.to(self.device).eval()
+        return quantize_int8(model) if dtype == "int8" else model
+
+    def _window_settings(self, overlap: int | None) -> WindowSettings:
+        if len(self.task.text_columns) > 1:
+            raise UserError(
+                "`--long-texts windows` needs one text column, got a model of pairs. Use "
+                "--long-texts truncate."
+            )
+        special = self.tokenizer.num_special_tokens_to_add()
+        window = max(1, self.max_length - special)
+        return WindowSettings.for_tokenizer(
+            self.tokenizer, self.max_length, window=window, overlap=overlap
+        )
+
+    # --------------------------------------------------------------------------------------------
+    # tokens
+
+    def tokenize(self, texts: Sequence[tuple[str, ...]], words: Sequence[Bounds]) -> Batch:
+        """Return the sequences of texts, and count the texts that are truncated.
+
+        Args:
+            texts: One or two texts per row.
+            words: Bounds of the words of each text, for token classification.
+        """
+        if self.windows is not None:
+            return self._windows([text for (text,) in texts], words)
+
+        columns = [list(column) for column in zip(*texts)]
+        complete = self.tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
+        lengths = [len(ids) for ids in complete]
+        is_tagged = self.task.name == TOKENS
+        encoded = self.tokenizer(
+            *columns,
+            truncation=True,
+            max_length=self.max_length,
+            return_offsets_mapping=is_tagged,
+        )
+        ids = [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
+        types = None
+        if not self.packs and "token_type_ids" in encoded:
+            types = [np.asarray(row, dtype=np.int64) for row in encoded["token_type_ids"]]
+        positions = None
+        if is_tagged:
+            offsets = encoded["offset_mapping"]
+            positions = [token_positions(row, pairs) for row, pairs in zip(words, offsets)]
+        kept = [len(row) for row in ids]
+        truncation = Truncation.from_lengths(kept, lengths)
+        return Batch(ids, types, np.arange(len(ids)), positions, truncation)
+
+    def _windows(self, texts: list[str], words: Sequence[Bounds]) -> Batch:
+        assert self.windows is not None
+        is_tagged = self.task.name == TOKENS
+        lengths: list[int] = []
+        windows = text_windows(
+            self.tokenizer,
+            self.max_length,
+            texts,
+            prompt="",
+            settings=self.windows,
+            lengths=lengths,
+            with_offsets=is_tagged,
+        )
+        positions = None
+        if windows.offsets is not None:
+            positions = [
+                token_positions(words[row], offsets)
+                for row, offsets in zip(windows.rows, windows.offsets)
+            ]
+        truncation = Truncation.from_lengths(lengths, lengths)
+        return Batch(windows.tokens, None, windows.rows, positions, truncation)
+
+    # --------------------------------------------------------------------------------------------
+    # logits
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> list[np.ndarray]:
+        """Return the logits of sequences in float32, (C,) arrays, of tokens (L, C).
+
+        Raises:
+            UserError: If a value is not finite.
+        """
+        outputs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(batch.ids)
+        for index in self._token_batches([len(ids) for ids in batch.ids]):
+            ids = [batch.ids[i] for i in index]
+            if self.packs:
+                logits = self._packed(ids)
+            else:
+                types = None if batch.types is None else [batch.types[i] for i in index]
+                logits = self._padded(ids, types)
+            for i, row in zip(index, logits):
+                if not np.isfinite(row).all():
+                    raise UserError(
+                        "the logits must be finite, got infinite or NaN values. Use `--dtype "
+                        "float32`, unless the weights are damaged."
+                    )
+                outputs[i] = row
+        return outputs
+
+    def _token_batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the indices of batches of at most `batch_tokens` tokens, shortest texts first."""
+        batch: list[int] = []
+        total = 0
+        for index in np.argsort(lengths, kind="stable"):
+            length = lengths[index]
+            cost = total + length if self.packs else (len(batch) + 1) * length
+            if batch and cost > self.batch_tokens:
+                yield batch
+                batch = []
+                total = 0
+            batch.append(int(index))
+            total += length
+        if batch:
+            yield batch
+
+    def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
+        logits = self.model(**pack(ids, self.device)).logits.float().cpu().numpy()
+        if self.task.name != TOKENS:
+            return list(logits)
+        bounds = np.cumsum([len(row) for row in ids])[:-1]
+        return np.split(logits[0], bounds)
+
+    def _padded(self, ids: list[np.ndarray], types: list[np.ndarray] | None) -> list[np.ndarray]:
+        features: dict[str, Any] = {"input_ids": [row.tolist() for row in ids]}
+        if types is not None:
+            features["token_type_ids"] = [row.tolist() for row in types]
+        inputs = self.tokenizer.pad(features, return_tensors="pt").to(self.device)
+        logits = self.model(**inputs).logits.float().cpu().numpy()
+        if self.task.name != TOKENS:
+            return list(logits)
+        if self.tokenizer.padding_side == "left":
+            return [row[-len(tokens) :] for row, tokens in zip(logits, ids)]
+        return [row[: len(tokens)] for row, tokens in zip(logits, ids)]
+
+    # --------------------------------------------------------------------------------------------
+    # predictions
+
+    def predict(
+        self, texts: Sequence[Any], all_probabilities: bool = False
+    ) -> tuple[list[dict[str, Any]], Truncation, int]:
+        """Return the predictions of texts.
+
+        Args:
+            texts: Per row a text, a pair of texts, or a list of words for token classification.
+            all_probabilities: Whether to return the probability of each label.
+
+        Returns:
+            The columns of each row, see `output_columns`; how much was truncated; and the number
+            of tokens.
+        """
+        if not texts:
+            return [], Truncation(), 0
+        words: list[Bounds] = []
+        rows: list[tuple[str, ...]] = []
+        for text in texts:
+            if self.task.name != TOKENS:
+                rows.append((text,) if isinstance(text, str) else tuple(text))
+                continue
+            is_split = not isinstance(text, str)
+            joined, bounds = join_words(text) if is_split else (text, split_words(text))
+            rows.append((joined,))
+            words.append(bounds)
+
+        batch = self.tokenize(rows, words)
+        logits = self.logits(batch)
+        if self.task.name == TOKENS:
+            results = self._entities(texts, rows, words, batch, logits)
+        else:
+            sums = np.zeros((len(rows), logits[0].shape[-1]))
+            np.add.at(sums, batch.rows, np.stack(logits))
+            counts = np.bincount(batch.rows, minlength=len(rows))
+            results = self._labels(sums / counts[:, None], all_probabilities)
+        return results, batch.truncation, sum(map(len, batch.ids))
+
+    def _labels(self, logits: np.ndarray, all_probabilities: bool) -> list[dict[str, Any]]:
+        if self.task.name == REGRESSION:
+            return [{"prediction": round(float(row[0]), _DIGITS)} for row in logits]
+
+        multi_label = self.task.name == MULTI_LABEL
+        labels = self.task.labels
+        results = []
+        for row in probabilities(logits, self.temperature, multi_label).round(_DIGITS).tolist():
+            result: dict[str, Any] = {}
+            if multi_label:
+                chosen = [number for number, value in enumerate(row) if value > 0.5]
+                result["prediction"] = [labels[number] for number in chosen]
+                result["probability"] = [row[number] for number in chosen]
+            else:
+                best = int(np.argmax(row))
+                result["prediction"] = labels[best]
+                result["probability"] = row[best]
+            if all_probabilities:
+                result.update((f"probability_{name}", value) for name, value in zip(labels, row))
+            results.append(result)
+        return results
+
+    def _entities(
+        self,
+        texts: Sequence[Any],
+        rows: Sequence[tuple[str, ...]],
+        words: Sequence[Bounds],
+        batch: Batch,
+        logits: Sequence[np.ndarray],
+    ) -> list[dict[str, Any]]:
+        """Return the entities of texts; of windows, each word is read in its most central one."""
+        assert batch.positions is not None
+        missing = missing_logits(self.task.labels)
+        word_logits = [np.tile(missing, (len(bounds), 1)) for bounds in words]
+        margins = [np.full(len(bounds), -1) for bounds in words]
+        for row, positions, values in zip(batch.rows, batch.positions, logits):
+            # The distance to the nearer end of the window; a word at an end has little context.
+            distances = np.minimum(positions, len(values) - 1 - positions)
+            distances[positions < 0] = -1
+            is_better = distances > margins[row]
+            word_logits[row][is_better] = values[positions[is_better]]
+            margins[row][is_better] = distances[is_better]
+
+        results = []
+        for text, (joined,), bounds, values in zip(texts, rows, words, word_logits):
+            scores = probabilities(values, self.temperature, multi_label=False)
+            best = scores.argmax(axis=-1) if len(bounds) else np.zeros(0, int)
+            tags = [self.task.labels[number] for number in best]
+            entities = []
+            for entity in find_entities(tags, bounds, self.task.bio):
+                index = np.arange(entity.first, entity.stop)
+                entities.append(
+                    {
+                        "start": entity.start,
+                        "end": entity.end,
+                        "label": entity.label,
+                        "text": joined[entity.start : entity.end],
+                        "probability": round(float(scores[index, best[index]].mean()), _DIGITS),
+                    }
+                )
+            result: dict[str, Any] = {"prediction": entities}
+            if not isinstance(text, str):
+                result["predicted_tags"] = tags
+            results.append(result)
+        return results

@@ -1,0 +1,323 @@
+"""`neobert predict INPUT OUTPUT --model MODEL`: predictions for a file of any size.
+
+The rows are read in parts of `--rows` rows. Each part is stored in OUTPUT.work/ when it is
+complete, and the parts become OUTPUT at the end. Running the command again resumes an interrupted
+run. OUTPUT.json describes the run: options, model, counts and environment.
+"""
+
+import dataclasses
+import itertools
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..common import data
+from ..common.environment import environment
+from ..common.errors import UserError, listed
+from ..common.files import read_json, write_json
+from ..common.folders import check_disjoint, new_file
+from ..common.identity import model_digest
+from ..common.loading import check_model
+from ..common.options import identity, log_options
+from ..common.output import Output, differences
+from ..encoding.manifest import Truncation
+from ..finetuning.rows import TOKENS
+from .classifier import PackedClassifier, TaskRecord
+from .options import OPTIONS, PredictOptions
+from .table import FORMATS, Table, output_columns
+
+
+logger = logging.getLogger("neobert.prediction")
+
+COMMAND = "predict"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of an output.
+
+    Attributes:
+        rows: Number of rows.
+        missing: Number of rows without a text, which have no prediction.
+        tokens: Number of tokens.
+        truncation: Truncation statistics.
+    """
+
+    rows: int = 0
+    missing: int = 0
+    tokens: int = 0
+    truncation: Truncation = Truncation()
+
+    def __add__(self, other: "Summary") -> "Summary":
+        return Summary(
+            self.rows + other.rows,
+            self.missing + other.missing,
+            self.tokens + other.tokens,
+            self.truncation + other.truncation,
+        )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Summary":
+        """Return the summary that `dataclasses.asdict` has written."""
+        return cls(**{**values, "truncation": Truncation(**values["truncation"])})
+
+    def describe(self) -> str:
+        """Return the counts in words."""
+        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens"]
+        if self.missing:
+            parts.append(f"{self.missing:,} rows without a text")
+        truncated = "no text truncated"
+        if self.truncation.texts:
+            truncated = (
+                f"{self.truncation.texts:,} texts truncated by {self.truncation.tokens:,} tokens "
+                "(use --long-texts windows to read all of them)"
+            )
+        return ", ".join([*parts, truncated])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert predict`, and return the exit code."""
+    options = OPTIONS["predict"].read(sys.argv[1:] if argv is None else argv)
+    log_options(options)
+    summary = predict(options)
+    print(f"{options.data.output}: {summary.describe()}")
+    return 0
+
+
+def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
+    """Predict the rows of a file, unless the output is complete.
+
+    Args:
+        options: Options of the command.
+        progress_bar: Whether to show the progress.
+
+    Raises:
+        UserError: If an input is invalid, or the output is another file.
+    """
+    run = Prediction(options)
+    if run.is_finished():
+        logger.info("%s: the output is already complete. Nothing is written.", options.data.output)
+        shutil.rmtree(run.work, ignore_errors=True)
+        return Summary.from_json(read_json(run.record_path)["summary"])
+
+    with run.claimed.claim():
+        summary = run.write_parts(progress_bar)
+        run.join(summary)
+    shutil.rmtree(run.work, ignore_errors=True)
+    return summary
+
+
+class Prediction:
+    """One run of the command.
+
+    Args:
+        options: Options of the command.
+
+    Attributes:
+        claimed: Directory of the parts with what identifies the run: options, digest of the model,
+            and the input files.
+        work: Path of this directory.
+        record_path: File that describes the run.
+    """
+
+    def __init__(self, options: PredictOptions) -> None:
+        self.options = options
+        source = options.data.input
+        model = options.model.model
+        self.output = Path(options.data.output)
+        self.format = self.output.suffix.lower()
+        if self.format not in FORMATS:
+            raise UserError(
+                f"`output` must end in one of {', '.join(FORMATS)}, got {options.data.output!r}."
+            )
+        check_model(model)
+        self.files = data.files(source)
+        check_disjoint(self.output, *(path for path in (source, model) if Path(path).exists()))
+        self.work = self.output.with_name(f"{self.output.name}.work")
+        self.record_path = self.output.with_name(f"{self.output.name}.json")
+        settings = {
+            **identity(options),
+            "model": model_digest(model),
+            "files": {file.name: file.size for file in self.files},
+        }
+        self.claimed = Output(self.work, COMMAND, settings)
+
+    def is_finished(self) -> bool:
+        """Return whether the output is complete.
+
+        Raises:
+            UserError: If the output is another file, or one of another run.
+        """
+        if self.output.is_dir():
+            raise UserError(f"{self.output} must be a file, got a directory.")
+        if not self.output.exists():
+            return False
+        record = read_json(self.record_path) if self.record_path.is_file() else {}
+        if record.get("neobert") != COMMAND:
+            raise UserError(
+                f"{self.output} already exists, and is no output of neobert predict. Remove it (rm "
+                f"{self.output}), or choose another output."
+            )
+        changes = differences(record["settings"], self.claimed.settings)
+        if changes:
+            raise UserError(
+                f"{self.output} was written with other settings ({changes}). Remove it (rm "
+                f"{self.output}), or choose another output."
+            )
+        return True
+
+    def write_parts(self, progress_bar: bool) -> Summary:
+        """Write the missing parts, and return the summary of all."""
+        record = TaskRecord.load(self.options.model.model, self.options.model.trust_remote_code)
+        columns, text_columns = self._columns(record)
+        record = dataclasses.replace(
+            record, task=dataclasses.replace(record.task, text_columns=text_columns)
+        )
+        is_split = record.task.name == TOKENS and self._is_split(text_columns[0])
+        added = output_columns(record.task, self.options.data.probabilities, is_split)
+        self.table = Table.for_files(self.files, self.format, columns, added)
+
+        # A run with nothing left to do does not load the model.
+        classifier: PackedClassifier | None = None
+        total = Summary()
+        start = time.perf_counter()
+        new_tokens = 0
+        self.parts: list[Path] = []
+        with tqdm(unit="row", disable=not progress_bar) as bar:
+            for number, file, rows in self._read_parts():
+                path = self.work / f"{number:06d}{self.format}"
+                self.parts.append(path)
+                if rows is not None:
+                    if classifier is None:
+                        classifier = PackedClassifier(self.options, record)
+                    part = self._write_part(classifier, path, file, rows)
+                    new_tokens += part.tokens
+                else:
+                    part = Summary.from_json(read_json(path.with_suffix(".json")))
+                total += part
+                bar.update(part.rows)
+        if new_tokens:
+            seconds = time.perf_counter() - start
+            logger.info("%s tokens/s", f"{new_tokens / seconds:,.0f}")
+        return total
+
+    def _columns(self, record: TaskRecord) -> tuple[list[str], tuple[str, ...]]:
+        """Return the columns of the input and its text columns."""
+        first = next((file for file in self.files if not data.is_empty(file)), None)
+        if first is None:
+            raise UserError(f"{self.options.data.input} must contain at least one row, got none.")
+        columns = list(data.schema(first).names)
+        wanted = tuple(self.options.data.text_column or record.task.text_columns)
+        missing = [name for name in wanted if name not in columns]
+        if missing and self.options.data.text_column is None and "text" in columns:
+            wanted = ("text",)
+            missing = []
+        pairs = len(record.task.text_columns)
+        if missing or (record.task.text_columns and len(wanted) != pairs):
+            what = f"no column {missing[0]!r}" if missing else f"{len(wanted)} text columns"
+            raise UserError(
+                f"{first.url} must contain {pairs} text columns of the model, got {what}; it has "
+                f"{listed(columns)}. Pass --text-column."
+            )
+        return columns, wanted
+
+    def _is_split(self, column: str) -> bool:
+        """Return whether a column contains lists of words."""
+        for file in self.files:
+            for _, row in data.numbered_rows(file, [column]):
+                return isinstance(row[column], list)
+        return False
+
+    def _read_parts(self) -> Iterator[tuple[int, data.File, list[tuple[int, Any]] | None]]:
+        """Yield the number, the file and the rows of each part.
+
+        A part is a range of the rows of one file. The rows of a finished part are None.
+        """
+        size = self.options.data.rows
+        number = 0
+        for file in self.files:
+            first = number
+
+            def is_wanted(row: int, first: int = first) -> bool:
+                path = self.work / f"{first + row // size:06d}.json"
+                return not path.is_file()
+
+            numbered = data.numbered_rows(file, wanted=is_wanted)
+            for _, group in itertools.groupby(numbered, lambda item: item[0] // size):
+                rows = list(group)
+                # A row group of a parquet file may contain rows of a finished part.
+                has_rows = rows[0][1] is not None and is_wanted(rows[0][0])
+                yield number, file, rows if has_rows else None
+                number += 1
+
+    def _write_part(
+        self,
+        classifier: PackedClassifier,
+        path: Path,
+        file: data.File,
+        rows: Sequence[tuple[int, Any]],
+    ) -> Summary:
+        """Predict the rows of a part and store them; its .json file is the last one."""
+        columns = self.table.copied
+        texts = []
+        indices = []
+        for index, (number, row) in enumerate(rows):
+            missing = [name for name in columns if name not in row]
+            if missing:
+                raise UserError(
+                    f"{file.url}, row {number + 1:,}: there is no column {missing[0]!r}."
+                )
+            values = [row[name] for name in classifier.task.text_columns]
+            if any(_is_missing(value) for value in values):
+                continue
+            for value in values:
+                self._check_text(classifier, file, number, value)
+            indices.append(index)
+            texts.append(values[0] if len(values) == 1 else tuple(values))
+
+        results, truncation, tokens = classifier.predict(texts, self.options.data.probabilities)
+        predictions: list[dict[str, Any]] = [dict.fromkeys(self.table.added) for _ in rows]
+        for index, result in zip(indices, results):
+            predictions[index] = result
+        content = self.table.encode(file, [row for _, row in rows], predictions)
+        with new_file(path) as part:
+            part.write(content)
+        summary = Summary(len(rows), len(rows) - len(texts), tokens, truncation)
+        write_json(path.with_suffix(".json"), dataclasses.asdict(summary))
+        return summary
+
+    def _check_text(
+        self, classifier: PackedClassifier, file: data.File, number: int, value: Any
+    ) -> None:
+        if isinstance(value, str):
+            return
+        is_words = isinstance(value, list) and all(isinstance(word, str) for word in value)
+        if classifier.task.name == TOKENS and is_words and "predicted_tags" in self.table.added:
+            return
+        raise UserError(
+            f"{file.url}, row {number + 1:,}: the text must be a string, got {value!r:.60}."
+        )
+
+    def join(self, summary: Summary) -> None:
+        """Write the record and then the output, which is complete when it exists."""
+        content = {
+            "neobert": COMMAND,
+            "settings": self.claimed.settings,
+            "summary": dataclasses.asdict(summary),
+            "environment": environment(dtype=self.options.inference.dtype),
+        }
+        write_json(self.record_path, content)
+        with new_file(self.output) as file:
+            self.table.join(self.parts, file)
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a text is missing or blank."""
+    return not value.strip() if isinstance(value, str) else value is None or value == []

@@ -1,0 +1,345 @@
+"""Test `neobert predict`: values of pipelines and formulas, files, windows, resuming."""
+
+import csv
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from helpers import finetune_runs as runs
+from helpers.jsonl import write_jsonl
+from helpers.paths import ROOT
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    pipeline,
+)
+
+from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTForTokenClassification
+from neobert.cli import main
+from neobert.common.errors import UserError
+from neobert.prediction import command
+from neobert.prediction.command import predict
+from neobert.prediction.options import OPTIONS
+
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+LABELS = ["bad", "fair", "good"]
+TEXTS = [f"the {word} film number {n} {'is long ' * (n % 5)}" for n, word in enumerate(LABELS * 8)]
+
+
+def write_classifier(folder, model_class=NeoBERTForSequenceClassification, **settings):
+    """Write a random classifier whose logits are far apart."""
+    torch.manual_seed(0)
+    names = settings.pop("labels", LABELS)
+    config = NeoBERTConfig(**SIZES, embedding_init_range=0.3, classifier_init_range=1.0, **settings)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    config.num_labels = len(names)
+    model_class(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+def write_task(folder, **values):
+    record = {
+        "task": "classification",
+        "text_columns": ["text"],
+        "labels": LABELS,
+        "bio": False,
+        "max_length": 64,
+        "temperature": 1.0,
+        "version": "0",
+    }
+    (folder / "task.json").write_text(json.dumps({**record, **values}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_classifier(tmp_path_factory.mktemp("model"))
+    write_task(folder, temperature=2.5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tagger(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tagger")
+    names = ["O", "B-X", "I-X", "B-Y", "I-Y"]
+    write_classifier(folder, NeoBERTForTokenClassification, labels=names)
+    write_task(folder, task="tokens", labels=names, bio=True)
+    return folder
+
+
+def run(tmp_path, rows, model, *arguments, output="out.jsonl"):
+    """Predict rows, and return the rows of the output and the summary."""
+    source = tmp_path / "rows.jsonl"
+    if not source.exists():
+        write_jsonl(source, rows)
+    words = [source, tmp_path / output, "--model", model, *arguments]
+    summary = predict(OPTIONS["predict"].read([str(word) for word in words]), progress_bar=False)
+    return read(tmp_path / output), summary
+
+
+def read(path):
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".csv":
+        return list(csv.DictReader(text.splitlines()))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def rows_of(texts):
+    return [{"id": f"r{number}", "text": text} for number, text in enumerate(texts)]
+
+
+def logits_of(model, *texts):
+    classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with torch.no_grad():
+        return classifier(**tokenizer(*texts, return_tensors="pt")).logits[0].numpy()
+
+
+# ------------------------------------------------------------------------------------------------
+# values
+
+
+def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, model):
+    found, summary = run(tmp_path, rows_of(TEXTS), model, "--probabilities", "--batch-tokens", "50")
+    classifier = pipeline("text-classification", str(model), top_k=None, function_to_apply="none")
+    for row, text, outputs in zip(found, TEXTS, classifier(TEXTS)):
+        logits = {output["label"]: output["score"] / 2.5 for output in outputs}
+        total = sum(np.exp(value) for value in logits.values())
+        for label, value in logits.items():
+            assert row[f"probability_{label}"] == pytest.approx(np.exp(value) / total, abs=2e-5)
+        assert row["prediction"] == max(logits, key=logits.get)
+        assert row["probability"] == row[f"probability_{row['prediction']}"]
+        assert (row["text"], list(row)[:2]) == (text, ["id", "text"])
+    assert len({row["probability"] for row in found}) > 10
+    assert (summary.rows, summary.missing, summary.truncation.texts) == (24, 0, 0)
+
+
+def test_several_labels_and_regression(tmp_path):
+    folder = write_classifier(tmp_path / "many", problem_type="multi_label_classification")
+    write_task(folder, task="multi-label", temperature=0.5)
+    found, _ = run(tmp_path, rows_of(TEXTS), folder, "--probabilities")
+    for row in found:
+        chances = 1 / (1 + np.exp(-logits_of(folder, row["text"]) / 0.5))
+        assert [row[f"probability_{label}"] for label in LABELS] == pytest.approx(chances, abs=2e-5)
+        expected = [label for label, value in zip(LABELS, chances) if value > 0.5]
+        assert row["prediction"] == expected and len(row["probability"]) == len(expected)
+
+    folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
+    found, _ = run(tmp_path, [], folder, output="values.jsonl")
+    values = [row["prediction"] for row in found]
+    assert values == pytest.approx([logits_of(folder, text)[0] for text in TEXTS], abs=2e-5)
+
+
+def test_pairs(tmp_path, model):
+    folder = write_classifier(tmp_path / "pairs")
+    write_task(folder, text_columns=["a", "b"])
+    rows = [{"a": text, "b": other} for text, other in zip(TEXTS, reversed(TEXTS))]
+    found, _ = run(tmp_path, rows, folder)
+    best = [LABELS[int(logits_of(folder, row["a"], row["b"]).argmax())] for row in rows]
+    assert [row["prediction"] for row in found] == best
+    with pytest.raises(UserError, match="needs one text column, got a model of pairs"):
+        run(tmp_path, [], folder, "--long-texts", "windows", output="windows.jsonl")
+
+
+def test_another_encoder_runs_padded(tmp_path):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=30522, **SIZES, initializer_range=0.5)
+    config.id2label = dict(enumerate(LABELS))
+    config.num_labels = 3
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(tmp_path / "bert")
+    rows = [{"text": text, "b": text[::-1]} for text in TEXTS]
+    found, _ = run(tmp_path, rows, tmp_path / "bert", "--probabilities", "--batch-tokens", "60")
+    for row in found:
+        logits = logits_of(tmp_path / "bert", row["text"])
+        assert row["prediction"] == LABELS[int(logits.argmax())]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_low_precision_is_close(tmp_path, model, dtype):
+    exact, _ = run(tmp_path, rows_of(TEXTS), model, "--probabilities")
+    found, _ = run(tmp_path, [], model, "--probabilities", "--dtype", dtype, output="low.jsonl")
+    assert found != exact
+    for row, other in zip(found, exact):
+        for label in LABELS:
+            name = f"probability_{label}"
+            assert row[name] == pytest.approx(other[name], abs=0.1)
+
+
+# ------------------------------------------------------------------------------------------------
+# entities
+
+
+def test_entities_are_those_of_the_words(tmp_path, tagger):
+    from neobert.finetuning.tagging import find_entities, split_words
+
+    found, _ = run(tmp_path, rows_of(TEXTS), tagger)
+    model = NeoBERTForTokenClassification.from_pretrained(tagger).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tagger)
+    count = 0
+    for row in found:
+        # Each word of these texts starts a token of its own, which follows [CLS].
+        words = split_words(row["text"])
+        encoded = tokenizer(row["text"], return_tensors="pt", return_offsets_mapping=True)
+        offsets = encoded.pop("offset_mapping")[0].tolist()
+        with torch.no_grad():
+            labels = model(**encoded).logits[0].argmax(-1).tolist()
+        starts = {start: label for (start, end), label in zip(offsets, labels) if end > start}
+        tags = [model.config.id2label[starts[start]] for start, _ in words]
+        expected = [(item.start, item.end, item.label) for item in find_entities(tags, words)]
+        assert [(e["start"], e["end"], e["label"]) for e in row["prediction"]] == expected
+        for entity in row["prediction"]:
+            assert row["text"][entity["start"] : entity["end"]] == entity["text"]
+            assert 0 < entity["probability"] <= 1
+        count += len(expected)
+    assert count > 10
+
+
+def test_lists_of_words_get_tags(tmp_path, tagger):
+    texts, _ = run(tmp_path, rows_of(["the good film"]), tagger)
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": ["the", "good", "film"]}])
+    found, _ = run(tmp_path, [], tagger, output="split.jsonl")
+    assert found[0]["prediction"] == texts[0]["prediction"]
+    assert len(found[0]["predicted_tags"]) == 3
+
+
+def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
+    """Every word has a tag, also behind the limit, and windows give entities once."""
+    text = " ".join(f"word{n % 7} of town {n % 3}." for n in range(60))
+    cut, summary = run(tmp_path, rows_of([text]), tagger)
+    assert summary.truncation.texts == 1 and "1 texts truncated by" in summary.describe()
+    found, summary = run(
+        tmp_path, [], tagger, "--long-texts", "windows", "--overlap", "20", output="all.jsonl"
+    )
+    assert summary.truncation.texts == 0
+    entities = found[0]["prediction"]
+    starts = [entity["start"] for entity in entities]
+    assert starts == sorted(set(starts))
+    assert max(starts) > len(text) / 2 > max(entity["end"] for entity in cut[0]["prediction"])
+    for before, after in zip(entities, entities[1:]):
+        assert before["end"] <= after["start"]
+
+
+def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
+    long = " ".join(f"Sentence {n} is good." for n in range(40))
+    found, summary = run(
+        tmp_path, rows_of([long, "short"]), model, "--long-texts", "windows", "--probabilities"
+    )
+    assert summary.truncation.texts == 0 and summary.truncation.longest > 64
+
+    from neobert.embeddings.windows import WindowSettings, text_windows
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    settings = WindowSettings.for_tokenizer(tokenizer, 64, window=62)
+    windows = text_windows(tokenizer, 64, [long], "", settings)
+    classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    with torch.no_grad():
+        logits = [classifier(torch.tensor(ids[None]).long()).logits[0] for ids in windows.tokens]
+    assert len(logits) > 2
+    expected = torch.softmax(torch.stack(logits).mean(0) / 2.5, -1)
+    values = [found[0][f"probability_{label}"] for label in LABELS]
+    assert values == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# files
+
+
+def test_formats_have_the_same_content(tmp_path, model):
+    rows = [{"n": n, "text": text, "list": [n]} for n, text in enumerate(TEXTS)]
+    jsonl, _ = run(tmp_path, rows, model, "--rows", "7")
+    parquet, _ = run(tmp_path, [], model, "--rows", "7", output="out.parquet")
+    table, _ = run(tmp_path, [], model, "--rows", "7", output="out.csv")
+    assert [{**row, "list": json.dumps(row["list"])} for row in jsonl] == parquet
+    assert [row["prediction"] for row in table] == [row["prediction"] for row in jsonl]
+    assert [float(row["probability"]) for row in table] == [row["probability"] for row in jsonl]
+    assert [(row["n"], row["list"]) for row in table][3] == ("3", "[3]")
+    assert not list(tmp_path.glob("*.work"))
+
+
+def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):
+    lines = ["id;x,text", '007,"a ""quoted"", text"', "1e3,", "+7,été"]
+    (tmp_path / "in.csv").write_text("\n".join(lines), encoding="utf-8")
+    arguments = [tmp_path / "in.csv", tmp_path / "out.csv", "--model", model]
+    assert main(["predict", *map(str, arguments)]) == 0
+    found = read(tmp_path / "out.csv")
+    assert [row["id;x"] for row in found] == ["007", "1e3", "+7"]
+    assert [row["text"] for row in found] == ['a "quoted", text', "", "été"]
+    # A row without a text has no prediction.
+    assert found[1]["prediction"] == "" and found[2]["prediction"] in LABELS
+
+
+def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
+    whole, _ = run(tmp_path, rows_of(TEXTS), model, "--rows", "5")
+    content = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+
+    write = command.Prediction._write_part
+    written = []
+
+    def interrupt(self, classifier, path, file, rows):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return write(self, classifier, path, file, rows)
+
+    monkeypatch.setattr(command.Prediction, "_write_part", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [], model, "--rows", "5")
+    assert not (tmp_path / "out.jsonl").exists()
+    with pytest.raises(UserError, match="rows 5, now 6"):
+        run(tmp_path, [], model, "--rows", "6")
+
+    calls = []
+    monkeypatch.setattr(
+        command.Prediction, "_write_part", lambda *args: calls.append(1) or write(*args)
+    )
+    found, summary = run(tmp_path, [], model, "--rows", "5")
+    assert len(calls) == 3 and summary.rows == 24
+    assert (tmp_path / "out.jsonl").read_bytes() == content and found == whole
+
+    monkeypatch.setattr(command, "PackedClassifier", None)
+    assert run(tmp_path, [], model, "--rows", "5")[1] == summary, "a finished run loads no model"
+    with pytest.raises(UserError, match="was written with other settings"):
+        run(tmp_path, [], model, "--rows", "5", "--dtype", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "message"),
+    [
+        ([{"x": "a"}], {}, "must contain 1 text columns of the model, got no column 'text'"),
+        ([{"text": 3}], {}, "row 1: the text must be a string, got 3"),
+        ([{"text": "a", "prediction": 1}], {}, "names of the predictions, got prediction"),
+        ([{"text": "a"}], {"output": "out.xlsx"}, "`output` must end in one of .csv, .jsonl"),
+    ],
+)
+def test_errors_are_one_sentence(tmp_path, model, rows, arguments, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, rows, model, **arguments)
+
+
+def test_existing_files_are_kept(tmp_path, model):
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="already exists, and is no output of neobert predict"):
+        run(tmp_path, rows_of(TEXTS), model)
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    runs.write_model(tmp_path / "encoder")
+    with pytest.raises(UserError, match="`model` must be a classifier, got .* architecture NeoBERT"):
+        run(tmp_path, rows_of(TEXTS), tmp_path / "encoder")
