@@ -65,9 +65,9 @@ def model_fingerprint(model: str | Path) -> str:
 known_by = model_fingerprint
 
 
-def files_digest(paths: Iterable[Path]) -> str:
+def files_digest(paths: Iterable[str | Path]) -> str:
     """Return twelve hex digits of the SHA-256 over files, in the order of their names."""
-    return sha256(*sorted(paths))[:12]
+    return sha256(*sorted(map(Path, paths)))[:12]
 
 
 def sha256(*paths: str | Path) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT = TypeVar("ModelT")
 
 
 def pack(
@@ -66,10 +66,9 @@ def uncompile_blocks(model: ModelT) -> ModelT:
     return model
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+def _blocks(model: Any) -> Iterator[nn.Module]:
     """Return an iterator over the blocks of an encoder, which may be below a head."""
-    config: Any = model.config
-    count = config.num_hidden_layers
+    count = model.config.num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return iter(module)

@@ -41,7 +41,7 @@ from ..evaluation.retrieval import (
     queries_of_rows,
     read_queries,
 )
-from ..training.checkpoints import RunTrainer, is_main, training_time
+from ..training.checkpoints import RunTrainer, checkpoint_folder, is_main, training_time
 from ..training.lora import check_adapter_support, lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
@@ -240,14 +240,17 @@ def train(
         write_card(folder, options, sources, model.max_seq_length, summary)
         return {"training": summary}
 
-    return run_once(output, build, save, checkpoint_folder=Path(training.output_dir))
+    return run_once(output, build, save, checkpoint_folder=checkpoint_folder(training))
 
 
 def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> None:
     """Raise UserError if the output directory and an input are inside one another."""
     local = [source.path for source in sources if source.is_local]
-    inputs = [options.model.model, options.data.validation_file, *local]
-    check_disjoint(options.model.output, *(path for path in inputs if path and Path(path).exists()))
+    inputs = [options.model.model, *local]
+    if options.data.validation_file is not None:
+        inputs.append(options.data.validation_file)
+    existing = [path for path in inputs if Path(path).exists()]
+    check_disjoint(options.model.output, *existing)
 
 
 def run_identity(
@@ -297,6 +300,7 @@ def build_mixture(
     from datasets import DatasetDict
 
     datasets = DatasetDict({source.name: load_source(source) for source in sources})
+    validation: Queries | None
     if options.data.validation_file is not None:
         validation = read_validation_file(options.data.validation_file, datasets)
     else:
@@ -384,7 +388,9 @@ def log_mixture(mixture: Mixture) -> None:
 # training
 
 
-def build_loss(model: SentenceTransformer, loss: LossOptions) -> MultipleNegativesRankingLoss:
+def build_loss(
+    model: SentenceTransformer, loss: LossOptions
+) -> MultipleNegativesRankingLoss | CachedMultipleNegativesRankingLoss:
     """Return InfoNCE on cosine similarity / temperature, with gradient caching if requested."""
     scale = 1 / loss.temperature
     if loss.mini_batch_size:
@@ -468,7 +474,9 @@ def merge_lora(
     """Save the adapter alone, and return the model with the adapter merged into its weights."""
     from peft import PeftModel
 
-    model[0].auto_model.save_pretrained(adapter_folder)
+    adapted: Any = model[0].auto_model
+    adapted.save_pretrained(adapter_folder)
     merged = load_model(options)
-    PeftModel.from_pretrained(merged[0].auto_model, adapter_folder).merge_and_unload()
+    start: Any = merged[0].auto_model
+    PeftModel.from_pretrained(start, adapter_folder).merge_and_unload()
     return merged

@@ -368,7 +368,7 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
     def __init__(
         self,
         dataset: "ConcatDataset",
-        batch_samplers: Sequence[Any],
+        batch_samplers: list[Any],
         generator: torch.Generator | None = None,
         seed: int = 0,
         alpha: float = 0.5,
@@ -376,16 +376,18 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
     ) -> None:
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
         # Datasets have batches of different sizes. accelerate would drop those of other sizes.
-        self.batch_size = None
+        self.batch_size = None  # type: ignore[assignment]
         self.group = group
-        self.probabilities = probabilities([len(part) for part in dataset.datasets], alpha)
+        parts: list[Any] = list(dataset.datasets)
+        self.probabilities = probabilities([len(part) for part in parts], alpha)
 
     def __iter__(self) -> Iterator[list[int]]:
         # The samplers of the datasets seed a generator that they may share with this sampler, so
         # the datasets are sampled with a separate one.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         offsets = [0]
-        for part in self.dataset.datasets:
+        parts: list[Any] = list(self.dataset.datasets)
+        for part in parts:
             offsets.append(offsets[-1] + len(part))
         weights = torch.tensor(self.probabilities, dtype=torch.float64)
         batches = [self._batches(number) for number in range(len(self.batch_samplers))]

@@ -68,7 +68,8 @@ class ShuffledBatches(DefaultBatchSampler):
         super().__init__(sampler, batch_size=batch_size, drop_last=drop_last, seed=seed)
 
     def __iter__(self) -> Any:
-        self.sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
+        sampler: Any = self.sampler
+        sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
         return super().__iter__()
 
 

@@ -196,7 +196,7 @@ class Agreement(SentenceEvaluator):
         """Names of the metrics."""
         return [f"{name}_{metric}" for name in self.sets for metric in ("cosine", "spearman")]
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         model: SentenceTransformer,
         output_path: str | None = None,

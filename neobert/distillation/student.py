@@ -3,14 +3,14 @@
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.sparse import csr_array
 from sentence_transformers import SentenceTransformer
-from sentence_transformers import models as modules
+from sentence_transformers import models as modules  # type: ignore[attr-defined]
 
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
@@ -59,7 +59,7 @@ def build_student(
     else:
         start = _new_student(model, options, teacher)
 
-    hidden_size = start[0].auto_model.config.hidden_size
+    hidden_size = _encoder(start).config.hidden_size
     parts = [start[0], start[1]]
     if hidden_size != teacher_dim:
         trained = [module for module in start.children() if isinstance(module, modules.Dense)]
@@ -78,20 +78,25 @@ def build_student(
     if options.embeddings_from_teacher:
         _check_embeddings(student, teacher)
     if options.freeze_embeddings:
-        student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
+        _encoder(student).get_input_embeddings().weight.requires_grad_(False)
     student.max_seq_length = options.max_length
     return student
+
+
+def _encoder(model: SentenceTransformer) -> Any:
+    """Return the transformer of a sentence encoder."""
+    return model[0].auto_model
 
 
 def _load_start(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
     """Load the NeoBERT that the student starts from."""
     student = load_sentence_transformer(
-        model.init_from,
+        str(model.init_from),
         max_length=options.max_length,
         pooling=options.pooling,
         trust_remote_code=model.trust_remote_code,
     )
-    model_type = student[0].auto_model.config.model_type
+    model_type = _encoder(student).config.model_type
     if model_type != "neobert":
         raise UserError(f"`init_from` must be a NeoBERT, but {model.init_from} is a {model_type}.")
     return student
@@ -102,7 +107,7 @@ def _new_student(
 ) -> SentenceTransformer:
     """Return an untrained NeoBERT with the tokenizer of the teacher."""
     tokenizer = teacher.tokenizer
-    fields = model.model_config or default_student_config(teacher[0].auto_model.config)
+    fields = model.model_config or default_student_config(_encoder(teacher).config)
     fields = {
         "max_position_embeddings": 512,
         **fields,
@@ -117,7 +122,8 @@ def _new_student(
     if options.embeddings_from_teacher:
         # The blocks start as identities, so that the student starts as the mean of its token
         # embeddings.
-        for block in neobert.transformer_encoder:
+        blocks: Any = neobert.transformer_encoder
+        for block in blocks:
             torch.nn.init.zeros_(block.wo.weight)
             torch.nn.init.zeros_(block.ffn.w3.weight)
 
@@ -156,14 +162,14 @@ def starts_from_teacher(
     if not model.model_config:
         return True
     student_hidden_size = NeoBERTConfig(**model.model_config).hidden_size
-    return student_hidden_size <= teacher[0].auto_model.config.hidden_size
+    return student_hidden_size <= _encoder(teacher).config.hidden_size
 
 
 def _check_embeddings(student: SentenceTransformer, teacher: SentenceTransformer) -> None:
     """Raise UserError if the vocabularies differ, or the student's hidden size is larger."""
-    limit = teacher[0].auto_model.config.hidden_size
+    limit = _encoder(teacher).config.hidden_size
     is_same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
-    if not is_same or student[0].auto_model.config.hidden_size > limit:
+    if not is_same or _encoder(student).config.hidden_size > limit:
         raise UserError(
             "`embeddings_from_teacher` needs a student with the teacher's vocabulary and a "
             f"hidden_size of at most {limit}. Pass --embeddings-from-teacher false, or change the "
@@ -243,14 +249,15 @@ def take_embeddings(
         table: Token embeddings, (V, D). The table is changed.
         storage: Dtype that the embeddings are rounded to.
     """
-    model = student[0].auto_model
+    model = _encoder(student)
     target = model.get_input_embeddings().weight
     hidden_size = target.shape[1]
     if hidden_size < table.shape[1]:
         _, vectors = torch.linalg.eigh(table.double().T @ table.double())
         components = vectors[:, -hidden_size:].flip(1).float()
         table = table @ components
-        student[2].linear.weight.copy_(components)
+        projection: Any = student[2]
+        projection.linear.weight.copy_(components)
 
     spare = int(table.square().sum(0).argmin())
     table[:, spare] = 0

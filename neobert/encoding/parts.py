@@ -80,7 +80,7 @@ def read_blocks(
             characters = 0
 
         part = number // size
-        if is_wanted(part):
+        if row is not None and is_wanted(part):
             rows[number] = row
             characters += len(row[text_column])
 

@@ -90,7 +90,7 @@ def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {
         UserError: If MTEB has no task or benchmark of a name.
     """
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
-    tasks = {}
+    tasks: dict[str, Any] = {}
     for name in names:
         if name in more:
             matches = more[name]
@@ -146,7 +146,7 @@ class PackedModel(AbsEncoder):
         template: Format of an instruction before a text.
     """
 
-    prompt_priority = (
+    prompt_priority = (  # type: ignore[assignment]
         PromptSource.CUSTOM_PROMPT,
         PromptSource.TASK_TYPE_PROMPT,
         PromptSource.DEFAULT_TASK_PROMPT,
@@ -245,13 +245,18 @@ def evaluate(
         )
 
     results = mteb.evaluate(
-        PackedModel(encoder, f"neobert/{name}", revision, instructions, template),
+        PackedModel(  # type: ignore[arg-type]
+            encoder, f"neobert/{name}", revision, instructions, template
+        ),
         tasks,
         cache=mteb.ResultCache(cache_path=folder / "cache"),
         co2_tracker=False,
         raise_error=False,
         show_progress_bar=show_progress_bar,
-        encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
+        encode_kwargs={  # type: ignore[arg-type]
+            "batch_size": 1024,
+            "show_progress_bar": show_progress_bar,
+        },
     )
 
     # A task that failed has the score None, so that no mean leaves the task out.

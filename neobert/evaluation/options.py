@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -121,7 +121,7 @@ class MtebOptions:
     inference: InferenceOptions = InferenceOptions()
 
 
-OPTIONS = {
+OPTIONS: dict[str, OptionParser[Any]] = {
     "retrieval": OptionParser(
         "neobert retrieval",
         "Measure recall and MRR of an encoder: every query of a file is searched among all "

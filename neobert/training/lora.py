@@ -108,7 +108,7 @@ def check_adapter_support() -> None:
 
 
 def lora_config(
-    model: "PreTrainedModel",
+    model: Any,
     rank: int = 16,
     alpha: float = 32,
     dropout: float = 0.0,
@@ -119,7 +119,7 @@ def lora_config(
     """Return a `peft.LoraConfig` for a model, after a check of its targets.
 
     Args:
-        model: Model to adapt.
+        model: Model of transformers to adapt.
         rank: Rank r of the low-rank factors.
         alpha: Scale: the update is multiplied by alpha / rank.
         dropout: Dropout probability on the input of the adapters.

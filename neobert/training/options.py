@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 from msgspec import Meta
 
@@ -13,6 +13,8 @@ from ..common.options import convert
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 
 # For commands with `--compile`. Trainer's own compilation compiles the complete model, which then
 # cannot use the kernels for packed batches.
@@ -73,12 +75,27 @@ def check_services(options: Mapping[str, Any]) -> None:
             ) from error
 
 
+@overload
+def training_arguments(
+    output_dir: str | Path, options: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> "TrainingArguments": ...
+
+
+@overload
 def training_arguments(
     output_dir: str | Path,
     options: Mapping[str, Any],
     fixed: Mapping[str, Any],
-    base: "type[TrainingArguments] | None" = None,
-) -> "TrainingArguments":
+    base: type[ArgumentsT],
+) -> ArgumentsT: ...
+
+
+def training_arguments(
+    output_dir: str | Path,
+    options: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    base: Any = None,
+) -> Any:
     """Return the TrainingArguments of a command.
 
     Without an accelerator, Trainer must be told to use the CPU; otherwise the processes of torchrun
