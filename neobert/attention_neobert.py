@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "23487915"
+VERSION = "e58f9a6d"
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -795,14 +795,23 @@ def _varlen(
     value: torch.Tensor,
     attention_mask: None = None,
     scaling: float | None = None,
+    num_splits: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Call torch's variable-length flash kernel (torch >= 2.10, CUDA, 16 bits)."""
+    """Call torch's variable-length flash kernel (torch >= 2.10, CUDA, 16 bits).
+
+    With `num_splits` 1 (torch >= 2.12), the kernel does not split keys and values between thread
+    blocks, and a sequence has the same bits in any batch.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (kwargs[name] for name in PACKING_KWARGS)
     # torch 2.10 has no argument for the scale. Its default is also that of the model.
-    scale: dict[str, Any] = {} if scaling in (None, query.shape[-1] ** -0.5) else {"scale": scaling}
-    output: Any = varlen_attn(q, k, v, *bounds, **scale)
+    options: dict[str, Any] = {}
+    if scaling not in (None, query.shape[-1] ** -0.5):
+        options["scale"] = scaling
+    if num_splits is not None:
+        options["num_splits"] = num_splits
+    output: Any = varlen_attn(q, k, v, *bounds, **options)
     return output[None], None
 
 

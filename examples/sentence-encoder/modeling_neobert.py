@@ -50,7 +50,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "23487915"
+VERSION = "e58f9a6d"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -387,6 +387,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             keep_packed: Whether to return packed hidden states with their `Packing`, for heads.
             **kwargs: Passed on to the attention function. `cu_seq_lens_q`, `cu_seq_lens_k`
                 ((N + 1,) int32) and `max_length_q`, `max_length_k` identify a packed batch (1, T).
+                `num_splits=1` gives a sequence the same bits in any batch on a GPU, with torch
+                2.12's variable-length kernel. It has not been run on a GPU.
 
         Returns:
             Outputs in the caller's shape. Where the model packed a padded batch, padding positions
@@ -1198,6 +1200,7 @@ _KNOWN_KWARGS = {
     "attention_instances",
     "use_cache",
     "cache_position",
+    "num_splits",
     "return_loss",
     "seq_idx",
 }

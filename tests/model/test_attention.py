@@ -4,13 +4,10 @@ The eager, sdpa, flex, flash and user-defined functions agree, padded, packed an
 forward and backward. Packed texts are isolated, and sdpa allocates no tensor of shape (B, H, L, L).
 """
 
-import inspect
-
 import pytest
 import torch
 from helpers.reference import (
     LEARNED,
-    FlashReference,
     assert_same,
     install_flash,
     last_states,
@@ -24,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from neobert import NeoBERTForMaskedLM, NeoBERTModel, attention_neobert, modeling_neobert
+from neobert import NeoBERTForMaskedLM, NeoBERTModel, attention_neobert
 
 
 LENGTHS = [12, 3, 12, 1, 7]
@@ -471,41 +468,7 @@ def test_sdpa_makes_no_square_tensor(layout):
 
 
 # -------------------------------------------------------------------------------------------
-# layouts, on any device
-
-
-@torch.no_grad()
-def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
-    varlen = pytest.importorskip(
-        "torch.nn.attention.varlen", reason="torch before 2.10 has no variable-length attention"
-    )
-    names = list(inspect.signature(varlen.varlen_attn).parameters)
-    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert "scale" in names
-    calls = []
-
-    def stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=0.25, **kwargs):
-        calls.append((cu_seq_q, max_q, scale, kwargs))
-        bounds = cu_seq_q, cu_seq_k, max_q, max_k
-        return FlashReference().varlen(q, k, v, *bounds, softmax_scale=scale)
-
-    monkeypatch.setattr(attention_neobert, "varlen_attn", stand_in)
-    packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
-    q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    out, weights = attention_neobert._varlen(
-        None, q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({})
-    )
-    assert weights is None and out.shape == (1, 12, 4, 16)
-    parts = zip(*(x[0].transpose(0, 1).split([4, 8]) for x in (q, k, v)))
-    assert_same(out[0], torch.cat([FlashReference.attend(*part, 0.2) for part in parts]))
-    offsets, longest, scale, others = calls[0]
-    assert offsets.dtype == torch.int32 and longest == 8 and scale == 0.2
-    assert set(others) <= set(names)
-
-    # torch 2.10 knows no scale, and its default is ours: head_dim^-0.5.
-    monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: stand_in(*tensors))
-    attention_neobert._varlen(None, q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
-    assert calls[1][2] == 0.25
+# on a GPU, and under autocast
 
 
 @pytest.mark.gpu
