@@ -1,10 +1,12 @@
-"""The page of `make gpu`: its targets, and what benchmarks/gpu.sh has measured of them.
+"""Page of `make gpu`: targets, and the results of benchmarks/gpu.sh.
 
 python -m benchmarks.gpu results/gpu
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from neobert.common.commands import guarded
 from neobert.common.environment import environment_line
@@ -13,62 +15,80 @@ from neobert.common.tables import markdown_table
 from neobert.throughput.command import ratios
 
 
-def targets(rows, memory):
-    """Markdown table of the targets with what was measured, empty where nothing was.
+MAX_MEMORY_RATIO = 1.8
+
+
+def targets(rows: Sequence[dict[str, Any]], memory: Sequence[Mapping[str, Any]]) -> str:
+    """Return a markdown table of the targets and the results. A missing result is an empty cell.
 
     Args:
-        rows: of every throughput.json.
-        memory: of memory.json.
+        rows: Rows of every throughput.json.
+        memory: Rows of memory.json.
     """
     rows = [row for row in rows if not row.get("error")]
 
-    def best(name, figure, model="neobert"):
-        """The highest figure of a model on a set, or None."""
-        every = [row[figure] for row in rows if (row["set"], row["model"]) == (name, model)]
-        return max(every, default=None)
+    def best(workload: str, figure: str, model: str = "neobert") -> float | None:
+        """Return the best figure of a model on a workload, or None."""
+        figures = [row[figure] for row in rows if (row["set"], row["model"]) == (workload, model)]
+        return max(figures, default=None)
 
-    lines = []
-    for name, least in (("4096", 1.47), ("8192", 1.91)):
-        ours, theirs = (
-            best(name, "tokens_per_second", model) for model in ("neobert", "modernbert-base")
-        )
-        what = f"fixed {int(name):,} over ModernBERT base, both at their best"
-        lines.append((what, least, ours / theirs if ours and theirs else None))
+    # (Target, minimum, result)
+    lines: list[tuple[str, float, float | None]] = []
+    for name, minimum in (("4096", 1.47), ("8192", 1.91)):
+        neobert = best(name, "tokens_per_second")
+        modernbert = best(name, "tokens_per_second", "modernbert-base")
+        speedup = neobert / modernbert if neobert and modernbert else None
+        lines.append((f"{int(name):,} tokens: best speedup over ModernBERT base", minimum, speedup))
     for name in ("2048", "4096"):
-        what = f"share of the bf16 matrix-product rate at {int(name):,}"
+        what = f"{int(name):,} tokens: fraction of the speed of a bf16 matrix product"
         lines.append((what, 0.5, best(name, "share_of_gemm")))
-    faster = ratios(rows)
+
+    speedups = ratios(rows)
     for name in ("normal-256", "normal-4096", "short"):
-        value = faster.get(name, {}).get("neobert/padded", {}).get("ratio")
-        lines.append((f"{name}: packed over padded", 1.4, value))
-    peaks = {
+        value = speedups.get(name, {}).get("neobert/padded")
+        result = None if value is None else value["ratio"]
+        lines.append((f"{name}: speedup of packed over padded", 1.4, result))
+
+    table: list[list[object]] = []
+    for what, minimum, result in lines:
+        if result is None:
+            table.append([what, minimum, None, None])
+        else:
+            table.append([what, minimum, f"{result:.2f}", "yes" if result >= minimum else "no"])
+
+    memory_ratios = {
         row["length"]: row["neobert"] / row["modernbert-base"]
         for row in memory
         if "modernbert-base" in row
     }
     for length in (4096, 8192):
-        what = f"peak memory above the weights over ModernBERT base, {length:,}"
-        lines.append((what, "at most 1.8", peaks.get(length)))
-    table = []
-    for what, target, value in lines:
-        if value is None:
-            table.append([what, target, None, None])
+        what = f"{length:,} tokens: peak memory above the weights over ModernBERT base"
+        limit = f"at most {MAX_MEMORY_RATIO}"
+        result = memory_ratios.get(length)
+        if result is None:
+            table.append([what, limit, None, None])
         else:
-            reached = value <= 1.8 if target == "at most 1.8" else value >= target
-            table.append([what, target, f"{value:.2f}", "yes" if reached else "no"])
-    return markdown_table(["bf16", "target", "measured", "reached"], table)
+            is_reached = result <= MAX_MEMORY_RATIO
+            table.append([what, limit, f"{result:.2f}", "yes" if is_reached else "no"])
+    return markdown_table(["bf16", "Target", "Result", "Reached"], table)
 
 
-def main(argv=None):
-    """Writes gpu.md; returns 1 where a model could not be measured, else 0."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write gpu.md.
+
+    Returns:
+        The exit code: 1 if a model could not be measured, else 0.
+    """
     (folder,) = map(Path, sys.argv[1:] if argv is None else argv)
     results = [read_json(path) for path in sorted(folder.glob("*/throughput.json"))]
-    memory = read_json(folder / "memory.json")["rows"] if (folder / "memory.json").exists() else []
     rows = [row for result in results for row in result["rows"]]
-    made = [environment_line(result["environment"]) for result in results[:1]]
+    memory_path = folder / "memory.json"
+    memory = read_json(memory_path)["rows"] if memory_path.exists() else []
+
+    environments = [environment_line(result["environment"]) for result in results[:1]]
     pages = sorted(path.relative_to(folder) for path in folder.rglob("*.md"))
     links = "\n".join(f"- [{page}]({page})" for page in pages if page.name != "gpu.md")
-    text = "\n\n".join(["# GPU", *made, targets(rows, memory).strip(), links])
+    text = "\n\n".join(["# GPU", *environments, targets(rows, memory).strip(), links])
     (folder / "gpu.md").write_text(f"{text}\n", encoding="utf-8")
     print(text)
     return int(any(row.get("error") for row in rows))

@@ -1,19 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in under 9 minutes on an H100: tests, throughput, compiled blocks, memory, training steps.
+# Run everything that needs a GPU, in under 9 minutes on an H100: tests, throughput, compiled blocks, memory, training steps.
 #
 #   bash benchmarks/gpu.sh                # or: make gpu
 #   OUT=/some/folder bash benchmarks/gpu.sh
 #   bash benchmarks/gpu.sh --rehearse     # the same commands on the CPU, tiny
 #
-# Installs nothing and needs no network: Python with torch, transformers, msgspec and pytest is enough. Finished steps are kept in $OUT (results/gpu
-# otherwise); called again it does what is left. A copy without git tells its commit by NEOBERT_COMMIT=abc1234.
+# The script installs nothing and needs no network: Python with torch, transformers, msgspec and pytest is sufficient. The results are written to
+# $OUT (by default results/gpu), and a second call runs the steps that have not finished. Set NEOBERT_COMMIT=abc1234 for a copy without git.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-# The package is found under its name by a link, so that nothing has to be installed.
-link="$(mktemp -d)"
-trap 'rm -rf "$link"' EXIT
-ln -s "$root" "$link/neobert"
-export PYTHONPATH="$link${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The package is imported from the clone, so that nothing has to be installed.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
 python="${PYTHON:-python3}" failed=0
 if [ "${1:-}" = --rehearse ]; then
@@ -31,7 +28,7 @@ else
 fi
 mkdir -p "$out"
 
-# step NAME SECONDS MODULE OPTIONS: what it says goes to NAME.log. Neither a failure nor a broken CUDA context ends the rest.
+# step NAME SECONDS MODULE OPTIONS: run a module and write its output to NAME.log. A failed step does not stop the others.
 step() {
     local name=$1 limit=$2 left=$((end - SECONDS))
     shift 2

@@ -1,24 +1,25 @@
-"""Peak memory of inference above the weights, NeoBERT against transformers' ModernBERT base at the
-same batch, by length.
+"""Peak memory of inference beyond the weights, by sequence length: NeoBERT and ModernBERT base.
 
     python -m benchmarks.memory --output results/memory_cpu
 
-Each measurement is a process of its own. On the CPU the peak is that of resident memory beyond what
-the process held before the forward (after a forward of 16 tokens, which loads the kernels); malloc
-gives freed tensors back to the system at once, since resident memory would else grow with what it
-keeps and not with what the model needs. On CUDA it is the peak of reserved memory. Without
-gradients a layer's activations are freed before the next one's are made, so that the peak does not
-depend on depth: `--layers` cuts both models, and
-`--check-depth` measures one length at full depth beside it.
+Every measurement runs in a process of its own. On the CPU the peak is that of the resident memory
+beyond the memory before the forward pass (after a forward pass of 16 tokens, which loads the
+kernels). malloc returns freed tensors to the system at once; otherwise resident memory would
+include what malloc keeps. On CUDA it is the peak of the reserved memory. Without gradients the
+activations of a layer are freed before those of the next layer are allocated, so the peak does not
+depend on the depth: `--layers` truncates both models, and `--check-depth` also measures one length
+with all layers.
 
-`flash_contract` is NeoBERT packing two texts, one half as long as the other, for a function that is
-called as flash attention is (packed tokens, int32 offsets) and runs SDPA on each text: what the
-model itself holds around a flash kernel.
+The implementation `flash_contract` is NeoBERT on two packed sequences, the second half as long as
+the first. Its attention function is called like flash attention (packed tokens, int32 offsets) and
+runs SDPA on each sequence. The measurement shows what the model itself allocates around a flash
+attention kernel.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +39,39 @@ CONTRACT = "flash_contract"
 
 
 def flash_contract(
-    module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs
-):
-    """(1, H, T, K) and int32 offsets -> (1, T, H, K)."""
+    module: torch.nn.Module | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention for each packed sequence with SDPA.
+
+    Args:
+        module: Attention layer, not used.
+        query: Queries (1, H, T, K).
+        key: Keys (1, H, T, K).
+        value: Values (1, H, T, K).
+        attention_mask: Mask, not used.
+        scaling: Scale of the scores.
+        cu_seq_lens_q: Offsets of the sequences (N + 1,), int32.
+        kwargs: Other arguments of an attention function, not used.
+
+    Returns:
+        Outputs (1, T, H, K), and None for the attention weights.
+    """
     sizes = cu_seq_lens_q.diff().tolist() if cu_seq_lens_q is not None else [query.shape[2]]
-    texts = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
-    return torch.cat(
-        [F.scaled_dot_product_attention(*text, scale=scaling).transpose(1, 2) for text in texts],
-        dim=1,
-    ), None
+    queries = query.split(sizes, dim=2)
+    keys = key.split(sizes, dim=2)
+    values = value.split(sizes, dim=2)
+    outputs = [
+        F.scaled_dot_product_attention(*sequence, scale=scaling).transpose(1, 2)
+        for sequence in zip(queries, keys, values)
+    ]
+    return torch.cat(outputs, dim=1), None
 
 
 @dataclass(frozen=True)
@@ -79,66 +104,108 @@ class MemoryOptions(OptionGroup):
     )
 
 
-def lengths_of(implementation, length, batch):
-    """Of the texts of a case, in tokens."""
-    return [length, length // 2] * batch if implementation == CONTRACT else [length] * batch
+def lengths_of(implementation: str, length: int, batch_size: int) -> list[int]:
+    """Return the sequence lengths of a case in tokens."""
+    if implementation == CONTRACT:
+        return [length, length // 2] * batch_size
+    return [length] * batch_size
 
 
-def measure(options, model, implementation, length, layers):
-    """Peak bytes above the weights of one forward, in a process of its own; `layers` 0 means
-    all."""
+def measure(
+    options: MemoryOptions, model: str, implementation: str, length: int, layers: int
+) -> int | None:
+    """Return the peak memory of one forward pass beyond the weights, in bytes.
+
+    Args:
+        options: Device, batch size and number of threads.
+        model: Name of the model, "neobert" or "modernbert-base".
+        implementation: Key of `IMPLEMENTATIONS`, or `CONTRACT`.
+        length: Sequence length in tokens.
+        layers: Number of layers, 0 for all.
+    """
     torch.set_num_threads(options.threads)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    usual = "sdpa" if implementation == CONTRACT else implementation
-    small = {"num_hidden_layers": layers} if layers else {}
-    run = build(model, usual, options.device, dtype, small)
-    if implementation == CONTRACT:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+    built_with = "sdpa" if implementation == CONTRACT else implementation
+    changes = {"num_hidden_layers": layers} if layers else {}
+    candidate = build(model, built_with, options.device, dtype, changes)
 
-        functions.register(CONTRACT, flash_contract)
-        masks.register(CONTRACT, masks["flash_attention_2"])
-        run.model.config._attn_implementation = CONTRACT
+    if implementation == CONTRACT:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(CONTRACT, flash_contract)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(
+            CONTRACT, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+        )
+        candidate.model.config._attn_implementation = CONTRACT
+
     batch = make_batch(lengths_of(implementation, length, options.batch), options.device)
     with torch.inference_mode():
-        run(make_batch([16], options.device))
+        candidate(make_batch([16], options.device))
         with PeakMemory(options.device) as memory:
-            run(batch)
+            candidate(batch)
     return memory.growth
 
 
-def table(rows):
-    """The rows as markdown."""
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a markdown table."""
+    header = [
+        "Implementation",
+        "Longest sequence (tokens)",
+        "Tokens",
+        "Layers",
+        "NeoBERT (MiB)",
+        "NeoBERT (KiB per token)",
+        "ModernBERT base (MiB)",
+        "Ratio",
+    ]
     lines = []
     for row in rows:
-        mine, other = row["neobert"], row.get("modernbert-base")
-        case = row["implementation"], f"{row['length']:,}", f"{row['tokens']:,}", row["layers"]
-        ratio = None if other is None else f"{mine / other:.2f}"
-        a_token = f"{mine / 2**10 / row['tokens']:.1f}"
-        lines.append([*case, mib(mine), a_token, mib(other), ratio])
-    header = "implementation, longest text, tokens, layers, NeoBERT MiB, KiB a token"
-    return markdown_table([*header.split(", "), "ModernBERT base MiB", "ratio"], lines)
+        neobert = row["neobert"]
+        modernbert = row.get("modernbert-base")
+        lines.append(
+            [
+                row["implementation"],
+                f"{row['length']:,}",
+                f"{row['tokens']:,}",
+                row["layers"],
+                mib(neobert),
+                f"{neobert / 2**10 / row['tokens']:.1f}",
+                mib(modernbert),
+                None if modernbert is None else f"{neobert / modernbert:.2f}",
+            ]
+        )
+    return markdown_table(header, lines)
 
 
 @benchmark("Peak memory above the weights", MemoryOptions)
-def main(options):
-    """Every length of NeoBERT and of its peer, which has no part in the contract."""
+def main(options: MemoryOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure every length with NeoBERT and ModernBERT, and NeoBERT with `CONTRACT`."""
     cases = [
-        (name, length, options.layers)
-        for name in (options.implementation, CONTRACT)
+        (implementation, length, options.layers)
+        for implementation in (options.implementation, CONTRACT)
         for length in options.lengths
     ]
     if options.check_depth:
         cases.append((options.implementation, options.check_depth, 0))
-    rows, variables = [], {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
-    for name, length, layers in tqdm(cases, desc="memory", disable=None):
-        row = {"implementation": name, "length": length, "layers": layers or "all"}
-        row["tokens"] = sum(lengths_of(name, length, options.batch))
-        for model in ("neobert",) if name == CONTRACT else ("neobert", "modernbert-base"):
-            case = (options, model, name, length, layers)
-            row[model] = in_a_process(measure, *case, variables=variables)
+
+    rows = []
+    variables = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+    for implementation, length, layers in tqdm(cases, desc="memory", disable=None):
+        row: dict[str, Any] = {
+            "implementation": implementation,
+            "length": length,
+            "layers": layers or "all",
+            "tokens": sum(lengths_of(implementation, length, options.batch)),
+        }
+        models = ["neobert"] if implementation == CONTRACT else ["neobert", "modernbert-base"]
+        for model in models:
+            row[model] = in_a_process(
+                measure, options, model, implementation, length, layers, variables=variables
+            )
         rows.append(row)
-    text = f"`{CONTRACT}`: two texts packed, the second half as long.\n\n{table(rows)}"
+
+    text = f"`{CONTRACT}`: two packed sequences, the second half as long.\n\n{table(rows)}"
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     return {"rows": rows}, text, dict(dtype=dtype, device=options.device, batch=options.batch)
 
