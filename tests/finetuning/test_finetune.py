@@ -248,3 +248,23 @@ def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.classifier_pooling == "mean"
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 30522
+
+
+@pytest.mark.slow
+def test_names_in_text_beat_the_most_frequent_tags(tmp_path):
+    """The data of the README's row, which was made from WordNet."""
+    from helpers.paths import ROOT
+
+    names = ROOT / "tests" / "data" / "names"
+    code = main(
+        [
+            *("finetune", str(names / "train.jsonl"), "--test-file", str(names / "test.jsonl")),
+            *("--model", str(ROOT / "examples" / "sentence-encoder"), "--num-train-epochs", "6"),
+            *("--output", str(tmp_path / "out")),
+        ]
+    )
+    result = runs.read_json(tmp_path / "out" / "result.json")
+    assert code == 0 and result["rows"]["test"] == 80
+    assert value(result, "entity_f1") > 0.45
+    frequent = result["baselines"][0]["metrics"]["entity_f1"]["value"]
+    assert 0.4 < frequent < 0.45
