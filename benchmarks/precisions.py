@@ -1,24 +1,26 @@
-"""One model in every precision and engine: real tokens a second, distance to float32, memory and
-size, on short, mixed and longer texts.
+"""Precisions and engines on the CPU: tokens per second, distance to float32, memory and size.
 
     python -m benchmarks.precisions --files runs/precisions --output results/precisions
 
-FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if
-there is none (published width, 12 layers, weights drawn wide enough that attention is not flat).
-FILES/onnx, FILES/openvino and FILES/*.gguf are what `neobert export` makes of it, FILES/node has
-node-llama-cpp; an engine whose file or package is missing has a row that says how to get it.
+FILES/model is a Hub folder of NeoBERT in float32. If it does not exist, a model with random weights
+is created (published hidden size, 12 layers, weights of a standard deviation at which attention is
+not uniform). FILES/onnx, FILES/openvino and FILES/*.gguf are exports of `neobert export`, and
+FILES/node contains node-llama-cpp. An engine without its file or package has a row with the command
+that provides it.
 
-Every engine is a process of its own and gets the same token ids. It is tried with several batch
-sizes on the first of --threads, and the best counts. A float32 matrix product of one thread beside
-every timed pass tells how fast the machine was then: the ratios between engines are of speeds
-divided by that pace.
+Every engine runs in a process of its own on the same token ids. Several batch sizes are tried with
+the first of `--threads`, and the fastest is used. A float32 matrix product on one thread, before
+and after every timed pass, measures the speed of the machine at that time. Speedups are ratios of
+speeds that are divided by the speed of the machine.
 """
 
+import functools
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ from .measuring import benchmark, in_a_process, mib
 
 
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
-# Texts of each set.
+# Number of texts per workload.
 TEXTS = {"short": 16, "128": 8, "512": 4}
 
 
@@ -76,40 +78,56 @@ class PrecisionsOptions(OptionGroup):
 # measurement
 
 
-def make_model(files, layers, small=None):
-    """Makes FILES/model where it is missing, with random weights; `small` replaces configuration
-    fields."""
+def make_model(files: Files, layers: int, small: Mapping[str, Any] | None = None) -> None:
+    """Create FILES/model with random weights if it does not exist.
+
+    Args:
+        files: Directory with the models.
+        layers: Number of layers.
+        small: Configuration fields to replace.
+    """
     from neobert.configuration_neobert import NeoBERTConfig
     from neobert.modeling_neobert import NeoBERTModel
 
     if (files.model / "config.json").is_file():
         return
     torch.manual_seed(0)
-    # Uniform in +-0.05: a standard deviation of 0.03, as trained encoders have it, in place of
-    # 0.012.
-    shape = {"embedding_init_range": 0.05, "decoder_init_range": 0.05, "num_hidden_layers": layers}
-    NeoBERTModel(NeoBERTConfig(**{**shape, **(small or {})})).save_pretrained(files.model)
+    # A uniform distribution in +-0.05 has a standard deviation of 0.03, as in trained encoders. The
+    # default of 0.012 would make attention nearly uniform.
+    fields = {
+        "embedding_init_range": 0.05,
+        "decoder_init_range": 0.05,
+        "num_hidden_layers": layers,
+        **(small or {}),
+    }
+    NeoBERTModel(NeoBERTConfig(**fields)).save_pretrained(files.model)
     load_tokenizer(TOKENIZER).save_pretrained(files.model)
 
 
-def make_texts(name, tokenizer, count):
-    """Token ids of `count` texts of whole words."""
+def make_texts(name: str, tokenizer: Any, count: int) -> list[list[int]]:
+    """Return the token ids of random texts of whole words.
+
+    Args:
+        name: Workload, which determines the sequence lengths.
+        tokenizer: Tokenizer of the model.
+        count: Number of texts.
+    """
     words = sorted(
-        i
-        for word, i in tokenizer.get_vocab().items()
+        index
+        for word, index in tokenizer.get_vocab().items()
         if word.isascii() and word.isalpha() and len(word) > 2
     )
     generator = torch.Generator().manual_seed(0)
     texts = []
     for length in draw_lengths(name, count):
-        drawn = torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist()
-        ids = [words[i] for i in drawn]
+        sampled = torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist()
+        ids = [words[index] for index in sampled]
         texts.append([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
     return texts
 
 
-def best_batch(session, texts):
-    """The size that was fastest in one pass each, or None where an engine has no batches."""
+def best_batch(session: Any, texts: list[list[int]]) -> int | None:
+    """Return the batch size that was fastest in one pass, None for an engine without batches."""
     session(texts[:1])
     if getattr(session, "batch", None) is None:
         return None
@@ -117,146 +135,217 @@ def best_batch(session, texts):
     for size in sorted({min(size, len(texts)) for size in BATCH_SIZES}):
         session.batch = size
         seconds[size], _ = timed(lambda: session(texts))
-    return min(seconds, key=seconds.get)
+    return min(seconds, key=lambda size: seconds[size])
 
 
-def measure(name, folder, texts, threads, repeats):
-    """One engine, in this process.
+def measure(
+    name: str,
+    folder: str,
+    texts: Mapping[str, list[list[int]]],
+    threads: Sequence[int],
+    repeats: int,
+) -> dict[str, Any]:
+    """Measure one engine in this process.
 
     Args:
-        name: key of `ENGINES`.
+        name: Key of `ENGINES`.
         folder: FILES.
-        texts: {set: lists of token ids}.
-        threads: numbers of threads.
+        texts: Token ids, {workload: texts}.
+        threads: Numbers of threads.
+        repeats: Number of timed passes.
+
     Returns:
-        dict: "runs" [{"set", "threads", "seconds", "rates", "batch"}], "vectors" {set: array},
-        bytes in memory and on disk.
+        "runs", a list of {"set", "threads", "batch", "seconds", "rates"}; "vectors", the embeddings
+        {workload: array}; and the bytes in memory and on disk.
     """
-    engine, files, runs, vectors, sizes = ENGINES[name], Files(Path(folder)), [], {}, {}
-    # Of one thread: threads of other engines wait busily for a while after a pass.
+    engine = ENGINES[name]
+    files = Files(Path(folder))
+    runs: list[dict[str, Any]] = []
+    embeddings: dict[str, np.ndarray] = {}
+    batch_sizes: dict[str, int | None] = {}
+    # Threads of other engines are busy for a while after a pass, so the product uses one thread.
     product = MatrixProduct("cpu", torch.float32, threads=1)
-    extra = 0
+    extra_bytes = 0
+
     with PeakMemory("cpu") as memory:
         for count in threads:
             torch.set_num_threads(count)
             session = engine.open(files, count)
-            for set_name, ids in texts.items():
-                if set_name not in sizes:
-                    sizes[set_name], vectors[set_name] = best_batch(session, ids), session(ids)
-                session.batch = sizes[set_name]
-                session(ids)  # also compiles for this number of threads
-                passes = [
-                    timed(lambda session=session, ids=ids: session(ids), product)
-                    for _ in range(repeats)
-                ]
-                run = {"set": set_name, "threads": count, "batch": sizes[set_name]}
-                run["seconds"], run["rates"] = map(list, zip(*passes))
+            for workload, ids in texts.items():
+                if workload not in batch_sizes:
+                    batch_sizes[workload] = best_batch(session, ids)
+                    embeddings[workload] = session(ids)
+                session.batch = batch_sizes[workload]
+                # The first pass also compiles for this number of threads.
+                session(ids)
+
+                run: dict[str, Any] = {
+                    "set": workload,
+                    "threads": count,
+                    "batch": batch_sizes[workload],
+                    "seconds": [],
+                    "rates": [],
+                }
+                for _ in range(repeats):
+                    seconds, rate = timed(functools.partial(session, ids), product)
+                    run["seconds"].append(seconds)
+                    run["rates"].append(rate)
                 runs.append(run)
-            extra = max(extra, getattr(session, "extra_bytes", 0))
+
+            extra_bytes = max(extra_bytes, getattr(session, "extra_bytes", 0))
             if hasattr(session, "close"):
                 session.close()
             del session
             torch._dynamo.reset()
+
     return {
         "runs": runs,
-        "vectors": vectors,
-        "memory_bytes": memory.growth and memory.growth + extra,
+        "vectors": embeddings,
+        "memory_bytes": memory.growth and memory.growth + extra_bytes,
         "disk_bytes": engine.size(files),
     }
 
 
-def measure_all(options, texts):
-    """{engine: what `measure` returned, or {"error"}}."""
-    found = {}
+def measure_all(
+    options: PrecisionsOptions, texts: Mapping[str, list[list[int]]]
+) -> dict[str, dict[str, Any]]:
+    """Return the results of `measure` by engine, or {"error"} of an engine that failed."""
+    results: dict[str, dict[str, Any]] = {}
     for name in tqdm(options.engines, desc="engines", disable=None):
+        # An engine may be missing or fail with any exception; its row contains the message.
         try:
-            found[name] = in_a_process(
+            results[name] = in_a_process(
                 measure, name, options.files, texts, options.threads, options.repeats
             )
-        # an engine that is not here, or fails, has a row that says so
         except Exception as error:
-            found[name] = {"error": one_line(error, 200)}
-    return found
+            results[name] = {"error": one_line(error, 200)}
+    return results
 
 
 # ------------------------------------------------------------------------------------------------
 # results
 
 
-def worst_cosine(ours, exact):
-    """The smallest cosine between the vectors of a text, over {set: (texts, D)}."""
-    pairs = [(a, b) for name in ours for a, b in zip(ours[name], exact[name])]
-    return min(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in pairs)
+def worst_cosine(embeddings: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray]) -> float:
+    """Return the lowest cosine similarity between the two embeddings of a text.
+
+    Args:
+        embeddings: Embeddings (N, D) by workload.
+        exact: Embeddings in float32.
+    """
+    cosines = []
+    for workload, vectors in embeddings.items():
+        for a, b in zip(vectors, exact[workload]):
+            cosines.append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
+    return min(cosines)
 
 
-def summarize(found, texts):
-    """One row an engine: speeds by set and threads, with quartiles, and the pace-corrected ones
-    that ratios are made of."""
-    runs = [run for measured in found.values() for run in measured.get("runs", ())]
-    usual = statistics.median([rate for run in runs for rate in run["rates"]] or [1.0])
-    exact = found.get("torch-fp32", {}).get("vectors")
-    tokens = {name: sum(map(len, ids)) for name, ids in texts.items()}
+def summarize(
+    results: Mapping[str, dict[str, Any]], texts: Mapping[str, list[list[int]]]
+) -> list[dict[str, Any]]:
+    """Return one row per engine.
+
+    Args:
+        results: Results of `measure` by engine.
+        texts: Token ids, {workload: texts}.
+
+    Returns:
+        Rows with the speeds by workload and number of threads. "corrected" is the speed at the
+        median speed of the machine.
+    """
+    runs = [run for result in results.values() for run in result.get("runs", ())]
+    median_rate = statistics.median([rate for run in runs for rate in run["rates"]] or [1.0])
+    exact = results.get("torch-fp32", {}).get("vectors")
+    tokens = {workload: sum(map(len, ids)) for workload, ids in texts.items()}
+
     rows = []
-    for name, measured in found.items():
+    for name, result in results.items():
         engine = ENGINES[name]
-        row = {"engine": name, "name": engine.name, "precision": engine.precision}
-        rows.append(row | {"how": engine.how})
-        if "error" in measured:
-            rows[-1]["error"] = measured["error"]
+        row: dict[str, Any] = {
+            "engine": name,
+            "name": engine.name,
+            "precision": engine.precision,
+            "how": engine.how,
+        }
+        rows.append(row)
+        if "error" in result:
+            row["error"] = result["error"]
             continue
+
         speeds = []
-        for run in measured["runs"]:
-            each = [tokens[run["set"]] / second for second in run["seconds"]]
-            corrected = [speed * usual / rate for speed, rate in zip(each, run["rates"])]
-            speed = {"tokens_per_second": statistics.median(each), "quartiles": quartiles(each)}
-            speed["corrected"] = statistics.median(corrected)
-            speeds.append({key: run[key] for key in ("set", "threads", "batch")} | speed)
-        cosine = worst_cosine(measured["vectors"], exact) if exact else None
-        sizes = {key: measured[key] for key in ("memory_bytes", "disk_bytes")}
-        rows[-1] |= {"cosine": cosine, **sizes, "speeds": speeds}
+        for run in result["runs"]:
+            each = [tokens[run["set"]] / seconds for seconds in run["seconds"]]
+            corrected = [speed * median_rate / rate for speed, rate in zip(each, run["rates"])]
+            speeds.append(
+                {
+                    "set": run["set"],
+                    "threads": run["threads"],
+                    "batch": run["batch"],
+                    "tokens_per_second": statistics.median(each),
+                    "quartiles": quartiles(each),
+                    "corrected": statistics.median(corrected),
+                }
+            )
+        row["cosine"] = worst_cosine(result["vectors"], exact) if exact else None
+        row["memory_bytes"] = result["memory_bytes"]
+        row["disk_bytes"] = result["disk_bytes"]
+        row["speeds"] = speeds
     return rows
 
 
-def page(rows, options, texts):
-    """The tables as markdown."""
+def page(
+    rows: Sequence[dict[str, Any]],
+    options: PrecisionsOptions,
+    texts: Mapping[str, list[list[int]]],
+) -> str:
+    """Return the tables as markdown."""
     measured = [row for row in rows if "error" not in row]
     columns = [
         f"{speed['set']}, {speed['threads']} thread{'s' if speed['threads'] > 1 else ''}"
         for speed in measured[0]["speeds"]
     ]
     exact = next((row["speeds"] for row in measured if row["engine"] == "torch-fp32"), None)
-    speeds, faster, spread = [], [], []
+
+    speeds = []
+    speedups = []
+    details = []
     for row in measured:
         name = [row["name"], row["precision"]]
         cosine = None if row["cosine"] is None else f"{row['cosine']:.6f}"
-        speeds.append(
-            [*name, *(f"{speed['tokens_per_second']:,.0f}" for speed in row["speeds"])]
-            + [cosine, mib(row["memory_bytes"]), mib(row["disk_bytes"])]
-        )
+        tokens_per_second = [f"{speed['tokens_per_second']:,.0f}" for speed in row["speeds"]]
+        sizes = [mib(row["memory_bytes"]), mib(row["disk_bytes"])]
+        speeds.append([*name, *tokens_per_second, cosine, *sizes])
+
         if exact and row["speeds"] is not exact:
-            pairs = zip(row["speeds"], exact)
-            times = [f"{speed['corrected'] / base['corrected']:.2f}" for speed, base in pairs]
-            faster.append([*name, *times])
-        batches = sorted({speed["batch"] for speed in row["speeds"] if speed["batch"]})
+            ratios = [
+                f"{speed['corrected'] / base['corrected']:.2f}"
+                for speed, base in zip(row["speeds"], exact)
+            ]
+            speedups.append([*name, *ratios])
+
+        batch_sizes = sorted({speed["batch"] for speed in row["speeds"] if speed["batch"]})
         ranges = [between(speed["quartiles"]) for speed in row["speeds"]]
-        spread.append([*name, *ranges, ", ".join(map(str, batches)), row["how"]])
-    counts = [f"{name}: {len(ids)} texts, {sum(map(len, ids)):,}" for name, ids in texts.items()]
+        details.append([*name, *ranges, ", ".join(map(str, batch_sizes)), row["how"]])
+
+    counts = [
+        f"{workload}: {len(ids)} texts with {sum(map(len, ids)):,} tokens"
+        for workload, ids in texts.items()
+    ]
+    size_columns = ["Worst cosine", "Memory (MiB)", "Size on disk (MiB)"]
+    quartile_columns = [f"{name}, quartiles" for name in columns]
     parts = [
-        f"Real tokens a second, median over {options.repeats} passes. {' tokens, '.join(counts)} "
-        f"tokens. Model: {options.files}. Cosine: the worst of a mean-pooled text to torch in "
-        "float32. Memory: peak beyond the process without a model, loading and trying batch sizes "
-        "included.",
+        f"Non-padding tokens per second, median over {options.repeats} passes. "
+        f"{', '.join(counts)}. Model: {options.files}. Worst cosine: the lowest cosine similarity "
+        "of a mean-pooled embedding to that of torch in float32. Memory: peak beyond the process "
+        "without a model, including loading and the search for the batch size.",
+        markdown_table(["Engine", "Precision", *columns, *size_columns], speeds),
+        "## Speedup over torch in float32",
+        "Ratios of speeds that are divided by the speed of a float32 matrix product beside every "
+        "pass.",
+        markdown_table(["Engine", "Precision", *columns], speedups),
+        "## Quartiles and settings",
         markdown_table(
-            ["engine", "precision", *columns, "worst cosine", "memory MiB", "disk MiB"], speeds
-        ),
-        "## Times as fast as torch in float32",
-        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass.",
-        markdown_table(["engine", "precision", *columns], faster),
-        "## Spread and settings",
-        markdown_table(
-            ["engine", "precision", *(f"{name}, quartiles" for name in columns)]
-            + ["batch sizes chosen", "how"],
-            spread,
+            ["Engine", "Precision", *quartile_columns, "Batch sizes", "Settings"], details
         ),
     ]
     failed = [f"- {r['name']} {r['precision']}: {r['error']}" for r in rows if "error" in r]
@@ -266,18 +355,33 @@ def page(rows, options, texts):
 
 
 @benchmark("Precisions and engines on the CPU", PrecisionsOptions)
-def main(options, small=None):
-    """Every engine; `small` replaces configuration fields (tests)."""
+def main(
+    options: PrecisionsOptions, small: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure every engine.
+
+    Args:
+        options: Options of the script.
+        small: Configuration fields to replace, for tests.
+
+    Raises:
+        UserError: If no engine can be measured.
+    """
     files = Files(Path(options.files))
     make_model(files, options.layers, small)
     tokenizer = load_tokenizer(files.model)
     texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in options.sets}
+
     rows = summarize(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
-        raise UserError(f"no engine could be measured: {rows[0]['error']}")
-    made = {"packages": PACKAGES, "capability": torch.backends.cpu.get_cpu_capability()}
-    # threads: those of each column
-    return {"rows": rows}, page(rows, options, texts), {**made, "threads": None}
+        raise UserError(f"no engine could be measured: {rows[0]['error']}.")
+    recorded = {
+        "packages": PACKAGES,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        # The numbers of threads are in the columns.
+        "threads": None,
+    }
+    return {"rows": rows}, page(rows, options, texts), recorded
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_vectors_are_those_of_float32(result):
 
 def test_every_row_is_compared_with_float32(result):
     rows, page = result
-    table = page.partition("## Times as fast as torch in float32")[2].partition("##")[0]
+    table = page.partition("## Speedup over torch in float32")[2].partition("##")[0]
     row, base = rows["torch-int8"], rows["torch-fp32"]
     ratios = [
         f"{one['corrected'] / exact['corrected']:.2f}"
