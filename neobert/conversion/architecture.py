@@ -1,39 +1,40 @@
-"""What is converted to what: the architecture from a configuration and the tensors' shapes, and the
-checks of every tensor.
+"""Architecture of a checkpoint, and checks of its tensors.
 
-Sizes that a file claims are compared with the tensors before a model is made.
+The configuration is read from a file and completed from the shapes of the tensors. Sizes in an
+untrusted file are compared with the tensors before memory is allocated for a model.
 """
 
 import math
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..common.errors import UserError, listed, one_line
-from ..common.loading import WEIGHT_DTYPES
+from ..common.loading import WEIGHT_DTYPES, dtype_name
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 from .heads import Head, choose_head
 
 
+Tensors = Mapping[str, torch.Tensor]
+Fields = Mapping[str, Any]
+
 _LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
-
-
-def _on_meta(head, config):
-    with torch.device("meta"):
-        return head.model_class(config)
 
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """A checked checkpoint and what it becomes. Nothing has been written yet.
+    """Checked model that a checkpoint is converted to. Nothing has been written yet.
 
     Attributes:
-        head: row of the table of heads.
-        config: NeoBERTConfig of the result.
-        dtype: of the weights that are written.
-        tensors: {name in the result: tensor of the checkpoint}.
-        notes: what the user should know, a line each.
+        head: Row of the table of heads.
+        config: Configuration of the model.
+        dtype: Precision of the weights that are written.
+        tensors: Tensors of the checkpoint, by their names in the model.
+        notes: Sentences for the user about how the model was derived.
     """
 
     head: Head
@@ -43,210 +44,307 @@ class Conversion:
     notes: tuple[str, ...] = ()
 
     @property
-    def parameters(self):
-        """How many numbers are written."""
+    def parameters(self) -> int:
+        """Number of values that are written."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
-    def rounds(self):
-        """Whether the weights that are written are not those of the checkpoint, but rounded."""
+    def is_rounded(self) -> bool:
+        """Whether the weights are rounded to `dtype`."""
         return self.dtype != torch.float32 and any(
             tensor.dtype != self.dtype for tensor in self.tensors.values()
         )
 
-    def written(self):
-        """{name: tensor} as it is written: each with memory of its own."""
+    def output_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to write, as copies in `dtype`."""
         return {
             name: tensor.to(self.dtype, copy=True).contiguous()
             for name, tensor in self.tensors.items()
         }
 
-    def build(self, tensors):
-        """The model, in float32, with the weights `tensors`; a tied decoder is the embedding."""
+    def build(self, tensors: Tensors) -> PreTrainedModel:
+        """Return the model in float32 with these weights, in evaluation mode."""
         state = {name: tensor.float() for name, tensor in tensors.items()}
         if "decoder." in self.head.prefixes and "decoder.weight" not in state:
+            # A tied decoder is the embedding.
             state["decoder.weight"] = state["model.encoder.weight"]
-        model = _on_meta(self.head, self.config)
+        model = _build_on_meta(self.head, self.config)
         model.load_state_dict(state, assign=True)
         return model.eval()
 
 
-# ------------------------------------------------------------------------------------------------
-# configuration from shapes
-
-
-def derived_fields(tensors):
-    """Configuration fields that follow from the tensors' names and shapes.
+def plan(
+    tensors: Tensors, fields: Fields, head_option: str | None = None, dtype: str | None = None
+) -> Conversion:
+    """Decide which model a checkpoint contains, and check every name, shape, dtype and value.
 
     Args:
-        tensors: {published masked-LM name: anything with a `shape`}.
-    Returns:
-        dict of fields; `num_attention_heads` only where the hidden size is a multiple of 64, the
-        published head_dim.
+        tensors: Tensors by published name.
+        fields: Fields of a configuration file.
+        head_option: Value of `--head`, or None for the head of the checkpoint.
+        dtype: Value of `--dtype`, or None for that of the checkpoint; float32 if it has several.
+
     Raises:
-        UserError: no token embedding, or a feed-forward that no `intermediate_size` gives.
+        UserError: If the tensors are not those of a NeoBERT with this configuration.
+    """
+    head, unused = choose_head(tensors, head_option, fields.get("architectures") or ())
+    used = {name: tensor for name, tensor in tensors.items() if name not in set(unused)}
+    tied, tying_notes = decide_tying(used, fields, head)
+    config, config_notes = build_config(used, {**fields, "tie_word_embeddings": tied}, head)
+
+    # Compare the tensors with those of an empty model.
+    state = _build_on_meta(head, config).state_dict()
+    expected = {name: tuple(value.shape) for name, value in state.items()}
+    if tied:
+        used.pop("decoder.weight", None)
+        expected.pop("decoder.weight", None)
+    # The names in NeoBERTModel have no prefix `model.`, those of the checkpoint always have.
+    prefix = "" if head.backbone else "model."
+    check_tensors(used, {f"{prefix}{name}": shape for name, shape in expected.items()})
+    renamed = {name: used[f"{prefix}{name}"] for name in expected}
+
+    weight_dtype = _choose_dtype(renamed, dtype)
+    check_values(renamed, weight_dtype)
+
+    notes = [*tying_notes, *config_notes]
+    if unused:
+        notes.insert(0, f"left out for --head {head.option}: {listed(unused)}")
+    return Conversion(head, config, weight_dtype, renamed, tuple(notes))
+
+
+def _choose_dtype(tensors: Tensors, dtype: str | None) -> torch.dtype:
+    """Return the precision of the written weights."""
+    if dtype:
+        return WEIGHT_DTYPES[dtype]
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    checkpoint_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return torch.float32 if checkpoint_dtype == torch.float64 else checkpoint_dtype
+
+
+def _build_on_meta(head: Head, config: NeoBERTConfig) -> PreTrainedModel:
+    """Return the model without memory for its weights."""
+    with torch.device("meta"):
+        return head.model_class(config)
+
+
+# ------------------------------------------------------------------------------------------------
+# Configuration
+
+
+def derived_fields(tensors: Tensors) -> dict[str, Any]:
+    """Return the configuration fields that follow from the names and shapes of the tensors.
+
+    Args:
+        tensors: Tensors by published name. Only their shapes are read.
+
+    Returns:
+        Fields by name. `num_attention_heads` is included if the hidden size is a multiple of 64,
+        the published size of a head.
+
+    Raises:
+        UserError: If there is no token embedding, layer or feed-forward network of a NeoBERT.
     """
     if "model.encoder.weight" not in tensors:
         raise UserError(
-            "the checkpoint holds no token embedding (model.encoder.weight); it holds "
+            "the checkpoint must contain a token embedding (model.encoder.weight), got "
             f"{listed(tensors, 8)}."
         )
-    vocabulary, hidden = tensors["model.encoder.weight"].shape
-    layers = {
-        int(match.group(1))
-        for name in tensors
-        if (match := re.match(r"model\.transformer_encoder\.([0-9]{1,9})\.", name))
-    }
+    vocab_size, hidden_size = tensors["model.encoder.weight"].shape
+    matches = [re.match(r"model\.transformer_encoder\.([0-9]{1,9})\.", name) for name in tensors]
+    layers = {int(match[1]) for match in matches if match}
     if not layers:
         raise UserError(
-            "the checkpoint holds no transformer layers (model.transformer_encoder.0...)."
+            "the checkpoint must contain transformer layers (model.transformer_encoder.0...), got "
+            "none."
         )
-    fields = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": max(layers) + 1}
-    if hidden % 64 == 0:
-        fields["num_attention_heads"] = hidden // 64
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": max(layers) + 1,
+    }
+    if hidden_size % 64 == 0:
+        fields["num_attention_heads"] = hidden_size // 64
     fields["norm_type"] = "layer" if "model.layer_norm.bias" in tensors else "rms"
+
     if "model.positional_embedding.weight" in tensors:
         fields["position_embedding_type"] = "learned"
-        # Row 0 is padding.
+        # Row 0 is the position of padding tokens.
         rows = tensors["model.positional_embedding.weight"].shape[0]
         fields["max_position_embeddings"] = rows - 1
     else:
         fields["position_embedding_type"] = "rope"
-    block = f"model.transformer_encoder.{min(layers)}.ffn."
-    if f"{block}w12.weight" in tensors:
-        rows = tensors[f"{block}w12.weight"].shape[0]
+
+    ffn = f"model.transformer_encoder.{min(layers)}.ffn."
+    if f"{ffn}w12.weight" in tensors:
+        rows = tensors[f"{ffn}w12.weight"].shape[0]
         fields["hidden_act"] = "swiglu"
-        # inner = 8 * ceil(int(2 * intermediate_size / 3) / 8): several sizes give it, this one
-        # without rounding.
+        # The inner size is 8 * ceil(int(2 * intermediate_size / 3) / 8), which several values of
+        # intermediate_size satisfy. This one needs no rounding.
         fields["intermediate_size"] = 3 * (rows // 2) // 2
-    elif f"{block}0.weight" in tensors:
+    elif f"{ffn}0.weight" in tensors:
         fields["hidden_act"] = "gelu"
-        fields["intermediate_size"] = tensors[f"{block}0.weight"].shape[0]
+        fields["intermediate_size"] = tensors[f"{ffn}0.weight"].shape[0]
     else:
         raise UserError(
-            f"the checkpoint holds no feed-forward of a NeoBERT ({block}w12.weight, or "
-            f"{block}0.weight)."
+            "the checkpoint must contain the feed-forward networks of a NeoBERT "
+            f"({ffn}w12.weight or {ffn}0.weight), got none."
         )
     return fields
 
 
-def _spellings(field):
-    """The set of all names of a field of NeoBERTConfig."""
-    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
-
-
-def _label_fields(given, tensors):
-    """The configuration's fields about labels, compared with the rows of the classifier."""
-    rows = tensors["classifier.weight"].shape[0] if "classifier.weight" in tensors else None
-    count, names, _, problem = (given.get(field) for field in _LABEL_FIELDS)
-    fields = {} if problem is None else {"problem_type": problem}
-    if names is None and rows is not None:
-        fields["num_labels"] = rows
-    if names is not None:
-        numbers = set(map(str, names)) if isinstance(names, dict) else None
-        if numbers != {str(number) for number in range(len(numbers or ()))}:
-            raise UserError(f"id2label should map the numbers from 0 on to names: {names!r:.200}.")
-        fields["id2label"] = {int(number): str(name) for number, name in names.items()}
-        fields["label2id"] = {name: number for number, name in fields["id2label"].items()}
-    labels = count if names is None else len(names)
-    if None not in (labels, rows) and labels != rows:
-        raise UserError(
-            f"the configuration has {labels!r:.80} labels, but classifier.weight has {rows} rows."
-        )
-    return fields
-
-
-def work_out_config(tensors, given, head):
-    """The configuration: what a file says, and what it leaves open from the shapes.
+def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTConfig, list[str]]:
+    """Return the configuration: the fields of a file, completed from the shapes of the tensors.
 
     Args:
-        tensors: as of `derived_fields`.
-        given: fields of a file.
-        head: Head.
+        tensors: Tensors by published name.
+        fields: Fields of a configuration file.
+        head: Head of the model.
+
     Returns:
-        NeoBERTConfig, list of notes on what was derived.
+        The configuration, and sentences for the user about what was derived.
+
     Raises:
-        UserError: the attention heads are not given and do not follow; a value that is not allowed.
+        UserError: If a value is invalid, or the number of attention heads does not follow.
     """
     derived = derived_fields(tensors)
-    labels = _label_fields(given, tensors) if head.has_labels else {}
-    others = (*_LABEL_FIELDS, "architectures")
-    given = {k: value for k, value in given.items() if value is not None and k not in others}
-    filled = {name: value for name, value in derived.items() if _spellings(name).isdisjoint(given)}
-    if "num_attention_heads" not in {*given, *filled}:
+    labels = _label_fields(fields, tensors) if head.has_labels else {}
+    ignored = (*_LABEL_FIELDS, "architectures")
+    fields = {
+        name: value for name, value in fields.items() if value is not None and name not in ignored
+    }
+    added = {name: value for name, value in derived.items() if _aliases(name).isdisjoint(fields)}
+    if "num_attention_heads" not in {*fields, *added}:
         raise UserError(
             "the number of attention heads does not follow from the shapes (hidden size "
-            f"{derived['hidden_size']} is not a multiple of 64): "
-            "give it with --config, a file with the line 'num_attention_heads: N'."
+            f"{derived['hidden_size']} is not a multiple of 64). Pass `--config` with a file that "
+            "has the line 'num_attention_heads: N'."
         )
     try:
-        config = NeoBERTConfig(**filled, **given, **labels)
-    except Exception as error:  # values of any type
+        config = NeoBERTConfig(**added, **fields, **labels)
+    except Exception as error:  # Untrusted values have any type.
         raise UserError(
-            f"the configuration does not describe a NeoBERT: {one_line(error, 400)}."
+            f"the configuration is not that of a NeoBERT: {one_line(error, 400)}."
         ) from None
+
     notes = []
-    if filled:
-        fields = ", ".join(f"{name} {value}" for name, value in filled.items())
-        notes.append(f"derived from the tensors: {fields}")
-    if "num_attention_heads" in filled:
+    if added:
+        values = ", ".join(f"{name} {value}" for name, value in added.items())
+        notes.append(f"derived from the tensors: {values}")
+    if "num_attention_heads" in added:
         notes.append(
-            "num_attention_heads is the published head_dim of 64, which shapes cannot prove; "
+            "num_attention_heads assumes the published head_dim of 64, which shapes do not show; "
             "--config overrides it"
         )
-    known = {*given, *filled}
-    names = ("norm_eps", "max_position_embeddings")
-    defaults = [name for name in names if _spellings(name).isdisjoint(known)]
+    known = {*fields, *added}
+    optional = ("norm_eps", "max_position_embeddings")
+    defaults = [name for name in optional if _aliases(name).isdisjoint(known)]
     if defaults:
-        fields = ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
-        notes.append(f"not visible in the tensors, so the default: {fields}")
+        values = ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
+        notes.append(f"not visible in the tensors, so the default: {values}")
     return config, notes
 
 
-def decide_tying(tensors, given, head):
-    """Whether decoder and embedding are one tensor: (tied, notes); from the configuration, the
-    names, and shared memory."""
-    said = given.get("tie_word_embeddings")
-    decoder, embedding = tensors.get("decoder.weight"), tensors.get("model.encoder.weight")
+def _aliases(field: str) -> set[str]:
+    """Return all names of a field of NeoBERTConfig."""
+    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
+
+
+def _label_fields(fields: Fields, tensors: Tensors) -> dict[str, Any]:
+    """Return the fields about labels, after comparing them with the rows of the classifier.
+
+    Raises:
+        UserError: If `id2label` is invalid, or the number of labels is not that of the rows.
+    """
+    rows = None
+    if "classifier.weight" in tensors:
+        rows = tensors["classifier.weight"].shape[0]
+    num_labels = fields.get("num_labels")
+    id2label = fields.get("id2label")
+
+    labels: dict[str, Any] = {}
+    if fields.get("problem_type") is not None:
+        labels["problem_type"] = fields["problem_type"]
+    if id2label is not None:
+        keys = set(map(str, id2label)) if isinstance(id2label, dict) else None
+        if keys is None or keys != {str(number) for number in range(len(keys))}:
+            raise UserError(
+                f"id2label must map the numbers from 0 on to names, got {id2label!r:.200}."
+            )
+        labels["id2label"] = {int(number): str(name) for number, name in id2label.items()}
+        labels["label2id"] = {name: number for number, name in labels["id2label"].items()}
+        num_labels = len(id2label)
+    elif rows is not None:
+        labels["num_labels"] = rows
+
+    if num_labels is not None and rows is not None and num_labels != rows:
+        raise UserError(
+            f"the configuration must have one label for each of the {rows} rows of "
+            f"classifier.weight, got {num_labels!r:.80} labels."
+        )
+    return labels
+
+
+def decide_tying(tensors: Tensors, fields: Fields, head: Head) -> tuple[bool, list[str]]:
+    """Decide whether decoder and embedding are one tensor.
+
+    The configuration decides; without its field, a missing decoder or shared memory does.
+
+    Returns:
+        Whether the decoder is tied, and sentences for the user.
+
+    Raises:
+        UserError: If the decoder is tied according to the configuration, but the tensors differ.
+    """
+    option = fields.get("tie_word_embeddings")
+    decoder = tensors.get("decoder.weight")
+    embedding = tensors.get("model.encoder.weight")
     if "decoder." not in head.prefixes or embedding is None:
         return False, []
+
     if decoder is None:
-        tied = "decoder.bias" in tensors and said is not False
-        note = "tied decoder: the checkpoint holds decoder.bias but no decoder.weight"
-        return tied, [note] if tied and not said else []
-    if said:
+        tied = "decoder.bias" in tensors and option is not False
+        note = "tied decoder: the checkpoint contains decoder.bias but no decoder.weight"
+        return tied, [note] if tied and not option else []
+
+    if option:
         if decoder.shape != embedding.shape or not torch.equal(decoder, embedding):
             raise UserError(
-                "the configuration says tie_word_embeddings, but decoder.weight and "
-                "model.encoder.weight differ."
+                "decoder.weight and model.encoder.weight must be equal with tie_word_embeddings, "
+                "but they differ."
             )
         return True, []
+
     shared = decoder.data_ptr() == embedding.data_ptr() and decoder.shape == embedding.shape
-    if said is None and shared and decoder.stride() == embedding.stride():
+    if option is None and shared and decoder.stride() == embedding.stride():
         note = "decoder.weight and model.encoder.weight are one tensor in the checkpoint"
         return True, [f"tied decoder: {note}"]
     return False, []
 
 
 # ------------------------------------------------------------------------------------------------
-# checks of the tensors
+# Checks of the tensors
 
 
-def check_tensors(tensors, expected):
-    """Compares names and shapes with those of the model that the configuration describes.
+def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare names, shapes and dtypes with those of the model.
 
     Args:
-        tensors: {name: tensor}.
-        expected: {name: shape}.
+        tensors: Tensors by name.
+        expected: Shapes by name.
+
     Raises:
-        UserError: missing, unexpected, of a wrong shape or of a dtype that is not converted.
+        UserError: If tensors are missing or unexpected, or have another shape or dtype.
     """
     missing = [name for name in expected if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
-    parts = [f"missing tensors: {listed(missing)}"] if missing else []
-    parts += [f"unexpected tensors: {listed(unexpected)}"] if unexpected else []
-    if parts:
-        raise UserError(f"the checkpoint does not fit its configuration; {'; '.join(parts)}.")
+    problems = []
+    if missing:
+        problems.append(f"missing tensors: {listed(missing)}")
+    if unexpected:
+        problems.append(f"unexpected tensors: {listed(unexpected)}")
+    if problems:
+        raise UserError(f"the checkpoint does not fit its configuration; {'; '.join(problems)}.")
+
     wrong = [
         f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
         for name, shape in expected.items()
@@ -254,59 +352,26 @@ def check_tensors(tensors, expected):
     ]
     if wrong:
         raise UserError(f"tensors of the wrong shape for the configuration: {listed(wrong)}.")
-    dtypes = (*WEIGHT_DTYPES.values(), torch.float64)
+
+    dtypes: Collection[torch.dtype] = (*WEIGHT_DTYPES.values(), torch.float64)
     others = [f"{n} ({tensors[n].dtype})" for n in expected if tensors[n].dtype not in dtypes]
     if others:
-        raise UserError(f"these weights are of a dtype that is not converted: {listed(others)}.")
+        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+        raise UserError(f"the dtype of weights must be one of {names}, got {listed(others)}.")
 
 
-def check_values(tensors, dtype):
-    """Raises UserError for NaN, infinity, and what `dtype` cannot hold."""
+def check_values(tensors: Tensors, dtype: torch.dtype) -> None:
+    """Check that all values are finite and in the range of a dtype.
+
+    Raises:
+        UserError: If a value is NaN, infinite or too large.
+    """
     for name, tensor in tensors.items():
         low, high = (bound.item() for bound in tensor.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise UserError(f"{name} holds numbers that are NaN or infinite.")
+            raise UserError(f"{name} contains values that are NaN or infinite.")
         if max(-low, high) > torch.finfo(dtype).max:
             raise UserError(
-                f"{name} holds numbers beyond the range of {str(dtype).removeprefix('torch.')}; "
-                "use --dtype bfloat16."
+                f"{name} contains values beyond the range of {dtype_name(dtype)}. Use --dtype "
+                "bfloat16."
             )
-
-
-def plan(tensors, given, wanted_head=None, wanted_dtype=None):
-    """Works out what a checkpoint becomes: every name, shape, dtype and number is checked.
-
-    Args:
-        tensors: {published masked-LM name: tensor}.
-        given: fields of a configuration file.
-        wanted_head: value of --head, or None for what the checkpoint has.
-        wanted_dtype: value of --dtype, or None for the checkpoint's own; float32 if it mixes
-            several.
-    Returns:
-        Conversion
-    Raises:
-        UserError: the tensors are not those of a NeoBERT of this configuration.
-    """
-    head, others = choose_head(tensors, wanted_head, given.get("architectures") or ())
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in set(others)}
-    tied, tying = decide_tying(tensors, given, head)
-    config, derived = work_out_config(tensors, {**given, "tie_word_embeddings": tied}, head)
-    state = _on_meta(head, config).state_dict()
-    expected = {name: tuple(value.shape) for name, value in state.items()}
-    if tied:
-        for names in (tensors, expected):
-            names.pop("decoder.weight", None)
-    # NeoBERTModel's own names have no `model.`, those of the checkpoint have one always.
-    prefix = "" if head.backbone else "model."
-    check_tensors(tensors, {f"{prefix}{name}": shape for name, shape in expected.items()})
-    renamed = {name: tensors[f"{prefix}{name}"] for name in expected}
-
-    own = {tensor.dtype for tensor in renamed.values()}
-    dtype = own.pop() if len(own) == 1 else torch.float32
-    if wanted_dtype:
-        dtype = WEIGHT_DTYPES[wanted_dtype]
-    elif dtype == torch.float64:
-        dtype = torch.float32
-    check_values(renamed, dtype)
-    left_out = [f"left out for --head {head.option}: {listed(others)}"] if others else []
-    return Conversion(head, config, dtype, renamed, (*left_out, *tying, *derived))

@@ -3,9 +3,10 @@
 Code in a checkpoint is never executed. The output appears complete or not at all.
 """
 
+import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,21 @@ import transformers
 
 from ..common.errors import UserError, printable
 from ..common.folders import check_disjoint, check_new, new_folder
+from ..common.loading import dtype_name
 from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.options import log_options
 from ..common.pooling import write_sentence_transformers
 from .architecture import Conversion, plan
 from .config_files import find_config, read_config
-from .hub_folder import usage_lines, write_folder, write_model_card
-from .locate import open_checkpoint
-from .options import OPTIONS, CheckpointOptions, ConvertOptions, FolderOptions
+from .heads import HeadName
+from .hub_folder import WeightFile, usage_lines, write_folder, write_model_card
+from .locate import Checkpoint, open_checkpoint
+from .options import OPTIONS, CheckpointOptions, ConvertOptions, FolderOptions, WeightDtype
 from .tokenizer import find_tokenizer
 from .verify import source_outputs, verify
+
+
+logger = logging.getLogger("neobert.conversion")
 
 
 def convert_checkpoint(
@@ -33,9 +39,9 @@ def convert_checkpoint(
     *,
     config: str | Path | None = None,
     step: int | None = None,
-    head: str | None = None,
+    head: HeadName | None = None,
     tokenizer: str | Path | None = None,
-    dtype: str | None = None,
+    dtype: WeightDtype | None = None,
     sentence_transformers: bool = False,
     max_shard_size: str = "5GB",
     license: str | None = None,
@@ -99,21 +105,8 @@ def convert(options: ConvertOptions) -> None:
 
     # Read the checkpoint and decide which model it contains.
     checkpoint = open_checkpoint(source.checkpoint, source.step)
-    _say(f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.tensors)} tensors")
-    if source.config:
-        config_file, fields = source.config, read_config(source.config)
-    else:
-        config_file, fields = find_config(checkpoint.folders)
-    conversion = plan(checkpoint.tensors, fields, source.head, options.folder.dtype)
-
-    config_note = "no configuration beside the checkpoint"
-    if config_file:
-        config_note = f"configuration from {Path(config_file).name}"
-    notes = (*checkpoint.notes, config_note, *conversion.notes)
-    for note in notes:
-        _say(f"  {note}")
-    conversion = replace(conversion, notes=(f"read from {checkpoint.format}", *notes))
-
+    _log([f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.tensors)} tensors"])
+    conversion = _plan(checkpoint, options)
     if pooled and conversion.head.option not in ("base", "masked-lm"):
         raise UserError(
             "`--sentence-transformers` needs a checkpoint with the head masked-lm or base, got "
@@ -125,58 +118,102 @@ def convert(options: ConvertOptions) -> None:
         new_folder(output) as folder,
         tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
     ):
-        rows = write_folder(folder, conversion, tokenizer, options.folder.max_shard_size)
+        files = write_folder(folder, conversion, tokenizer, options.folder.max_shard_size)
         if pooled:
             config = conversion.config
             write_sentence_transformers(folder, config.hidden_size, config.context_length)
-
-        card = read_card(checkpoint.folders[0])
-        metadata = {key: text for key, text in card.items() if key.startswith("base_model")}
-        metadata |= license_metadata(options.folder.license, card)
-        metadata |= base_model_metadata(options.folder.base_model)
         write_model_card(
-            folder, conversion, rows, Path(output).name, tokenizer is not None, pooled, metadata
+            folder,
+            conversion,
+            files,
+            name=Path(output).name,
+            has_tokenizer=tokenizer is not None,
+            sentence_transformers=pooled,
+            metadata=_card_metadata(checkpoint, options.folder),
         )
 
         # Load the folder in a fresh process and compare its outputs with those of the checkpoint.
-        expected = source_outputs(conversion, conversion.written())
-        exact = source_outputs(conversion, conversion.tensors) if conversion.rounds else expected
+        expected = source_outputs(conversion, conversion.output_tensors())
+        exact = expected
+        if conversion.is_rounded:
+            exact = source_outputs(conversion, conversion.tensors)
         outputs = verify(folder, conversion, expected, Path(scratch))
 
-    _report(rows, conversion, outputs, expected, exact)
-    _say("Load the model:")
+    _report(files, conversion, outputs, expected, exact)
+    _print("Load the model:")
     for line in usage_lines(output, conversion.head, tokenizer is not None, pooled):
-        _say(f"  {line}")
+        _print(f"  {line}")
 
 
-def _say(line: str) -> None:
+def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
+    """Read the configuration, decide what the checkpoint is converted to, and log the notes."""
+    config_path = options.source.config
+    if config_path:
+        config_file: str | Path | None = config_path
+        fields = read_config(config_path)
+    else:
+        config_file, fields = find_config(checkpoint.folders)
+    conversion = plan(checkpoint.tensors, fields, options.source.head, options.folder.dtype)
+
+    config_note = "no configuration beside the checkpoint"
+    if config_file:
+        config_note = f"configuration from {Path(config_file).name}"
+    notes = (*checkpoint.notes, config_note, *conversion.notes)
+    _log(f"  {note}" for note in notes)
+    return replace(conversion, notes=(f"read from {checkpoint.format}", *notes))
+
+
+def _card_metadata(checkpoint: Checkpoint, options: FolderOptions) -> dict[str, Any]:
+    """Return license and base model for the model card."""
+    card = read_card(checkpoint.folders[0])
+    metadata = {key: text for key, text in card.items() if key.startswith("base_model")}
+    metadata |= license_metadata(options.license, card)
+    metadata |= base_model_metadata(options.base_model)
+    return metadata
+
+
+def _log(lines: Iterable[str]) -> None:
+    """Log lines that may contain text of an untrusted file."""
+    for line in lines:
+        logger.info("%s", printable(line))
+
+
+def _print(line: str) -> None:
     """Print a line that may contain text of an untrusted file."""
     print(printable(line), flush=True)
 
 
 def _report(
-    rows: list[dict[str, Any]],
+    files: Sequence[WeightFile],
     conversion: Conversion,
     outputs: torch.Tensor,
     expected: torch.Tensor,
     exact: torch.Tensor,
 ) -> None:
-    """Print what was written, and how much the outputs differ from those of the checkpoint."""
-    dtype = str(conversion.dtype).removeprefix("torch.")
+    """Print what was written, and how much the outputs differ from those of the checkpoint.
+
+    Args:
+        files: Weight files.
+        conversion: Model that was written.
+        outputs: Outputs of the reloaded folder, as one vector.
+        expected: Outputs with the weights that were written.
+        exact: Outputs with the weights of the checkpoint, before rounding.
+    """
+    dtype = dtype_name(conversion.dtype)
     difference = (outputs - expected).abs().max().item()
-    rounding = (outputs - exact).abs().max().item()
+    largest = exact.abs().max().item()
 
     table = {
         "tensors": f"{len(conversion.tensors)}",
         "parameters": f"{conversion.parameters:,}",
         "dtype": dtype,
-        "bytes": f"{sum(row['bytes'] for row in rows):,}",
+        "bytes": f"{sum(file.size for file in files):,}",
     }
-    for row in rows:
-        table[f"sha256 {row['file']}"] = row["sha256"]
-    largest = exact.abs().max().item()
+    for file in files:
+        table[f"sha256 {file.name}"] = file.sha256
     table["largest difference"] = f"{difference:.1e} (largest output {largest:.3g})"
-    if conversion.rounds:
+    if conversion.is_rounded:
+        rounding = (outputs - exact).abs().max().item()
         table["with rounding"] = (
             f"{rounding:.1e} from the source weights before they were rounded to {dtype}"
         )

@@ -1,16 +1,17 @@
-"""The configuration beside a checkpoint: config.json of a Hub folder, a YAML file, or the authors'
-Hydra configuration."""
+"""Configuration of a checkpoint: config.json, a YAML file, or a Hydra configuration."""
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import UserError
 from ..common.files import read_json, read_yaml
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 
-# What is taken from a file: the arguments of NeoBERTConfig, names of the authors' training code,
-# labels, and the class of the head.
+# Fields that are read from a file: the arguments of NeoBERTConfig, the names of the authors'
+# training code, the labels, and the class of the head.
 FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
     *ALIASES,
     *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
@@ -18,51 +19,75 @@ FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "
 _FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml")
 
 
-def find_config(folders):
-    """The innermost configuration file with any of FIELDS: (path, fields), or (None, {})."""
-    for path in (folder / name for folder in folders for name in _FILES):
-        if path.is_file() and (fields := read_config(path, strict=False)):
-            return path, fields
+def find_config(folders: Iterable[Path]) -> tuple[Path | None, dict[str, Any]]:
+    """Return the path and the fields of the first configuration file that has any of `FIELDS`.
+
+    Args:
+        folders: Directories to search, in this order.
+
+    Returns:
+        Path and fields, or `(None, {})` if there is no such file.
+    """
+    for folder in folders:
+        for name in _FILES:
+            path = folder / name
+            fields = read_config(path, strict=False) if path.is_file() else {}
+            if fields:
+                return path, fields
     return None, {}
 
 
-def read_config(path, strict=True):
-    """The model's fields in a JSON or YAML file: at its top, or in the `model` and `tokenizer`
-    sections of a Hydra configuration.
+def read_config(path: str | Path, strict: bool = True) -> dict[str, Any]:
+    """Read the fields of the model from a JSON or YAML file.
+
+    The fields are at the top of the file, or in the sections `model` and `tokenizer` of a Hydra
+    configuration.
 
     Args:
-        path: the file.
-        strict: refuse a file that has none of FIELDS.
+        path: File to read.
+        strict: Whether to refuse a file that has none of `FIELDS`.
+
     Raises:
-        UserError: not readable, not a mapping, or the configuration of another model.
+        UserError: If the file cannot be read, does not contain a mapping, or is the configuration
+            of another model.
     """
     path = Path(path)
     data = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if not isinstance(data, dict):
-        raise UserError(f"the configuration {path} should be a mapping of names to values.")
-    kind = data.get("model_type", "neobert")
-    if kind != "neobert":
-        raise UserError(f"{path} is the configuration of another model, {kind!r:.80}.")
-    fields = {}
-    for section, names in (
+        raise UserError(f"{path} must be a mapping of names to values, got {type(data).__name__}.")
+    model_type = data.get("model_type", "neobert")
+    if model_type != "neobert":
+        raise UserError(f"{path} must have the model_type neobert, got {model_type!r:.80}.")
+
+    # Later sections take precedence.
+    fields: dict[str, Any] = {}
+    sections = (
         (data.get("tokenizer"), {"max_length", "vocab_size"}),
         (data, FIELDS),
         (data.get("model"), FIELDS),
-    ):
+    )
+    for section, names in sections:
         if isinstance(section, dict):
             values = {name: section[name] for name in names & section.keys()}
             fields |= {name: value for name, value in values.items() if value is not None}
-    # YAML's aliases may hold each other: what is nested is endless when it is written out.
+
+    # The aliases of YAML can be recursive: writing out such a nested value would never end.
     for name, value in fields.items():
-        parts = value.values() if isinstance(value, dict) else value
-        is_nested = isinstance(value, (dict, list)) and any(
-            isinstance(part, (dict, list)) for part in parts
-        )
-        if is_nested:
-            raise UserError(f"{path}: {name} should be a value, or a list or mapping of values.")
+        if _is_nested(value):
+            raise UserError(
+                f"{name} in {path} must be a value, or a list or mapping of values, got a nested "
+                "one."
+            )
     if strict and not fields:
         raise UserError(
-            f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, "
-            "...)."
+            f"{path} must have a field of a NeoBERT configuration (hidden_size, "
+            "num_attention_heads, ...), got none."
         )
     return fields
+
+
+def _is_nested(value: object) -> bool:
+    """Return whether a list or mapping contains lists or mappings."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)

@@ -1,108 +1,141 @@
-"""torch.distributed.checkpoint folders, as FSDP writes them: `.metadata` says which part of which
-tensor is where in the `.distcp` files. torch reads them, but for `.metadata`, which its own reader
-would run code of."""
+"""Directories of torch.distributed.checkpoint, as FSDP writes them.
+
+`.metadata` lists the parts of every tensor and their positions in the `.distcp` files. torch reads
+the `.distcp` files, but its reader of `.metadata` would execute code, so `.metadata` is read here.
+"""
 
 import io
 import math
 import pickle
 import warnings
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ..common.errors import UserError, listed
-from .weight_files import check_archive, foreign_class, is_file_in, unreadable
+from .weight_files import Weights, check_archive, foreign_class, is_file_in, unreadable
 
 
-def _member(owner, name):
-    """`getattr`, by which pickles name members of enumerations, for the one that is needed."""
+def _format_member(owner: object, name: str) -> object:
+    """Replace `getattr`, by which pickles refer to the members of the one enum that is needed."""
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
-# What `.metadata` consists of.
-_CLASSES = {
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-    **{
-        f"{module}.{name}Path": PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Posix", "Windows")
-    },
-    "builtins.getattr": _member,
-    "collections.OrderedDict": dict,
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": torch.serialization._get_layout,
-}
-for _module, _names in (
-    (metadata, "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata"),
-    (metadata, "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"),
-    (filesystem, "_StorageInfo _StoragePrefix"),
-):
-    for _name in _names.split():
-        _CLASSES[f"{_module.__name__}.{_name}"] = getattr(_module, _name)
+def _allowed_classes() -> dict[str, Any]:
+    """Return the classes and functions that `.metadata` consists of, by their pickled names."""
+    classes: dict[str, Any] = {
+        "builtins.getattr": _format_member,
+        "collections.OrderedDict": dict,
+        "torch.Size": torch.Size,
+        "torch.serialization._get_layout": torch.serialization._get_layout,
+    }
+    for value in vars(torch).values():
+        if isinstance(value, torch.dtype):
+            classes[str(value)] = value
+    for module_name in ("pathlib", "pathlib._local"):
+        for system in ("Posix", "Windows"):
+            classes[f"{module_name}.{system}Path"] = PurePosixPath
+
+    for value in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        filesystem._StoragePrefix,
+    ):
+        classes[f"{value.__module__}.{value.__name__}"] = value
+    return classes
+
+
+_CLASSES = _allowed_classes()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file):
-        super().__init__(file)
-        self._where = file.name
+    """Unpickler that only accepts the classes of `_CLASSES`."""
 
-    def find_class(self, module, name):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._path = file.name
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class.
+
+        Raises:
+            UserError: If the class is not allowed.
+        """
         if f"{module}.{name}" not in _CLASSES:
-            raise foreign_class(self._where, f"{module}.{name}")
+            raise foreign_class(self._path, f"{module}.{name}")
         return _CLASSES[f"{module}.{name}"]
 
 
 class _Reader(checkpoint.FileSystemReader):
-    def read_metadata(self):
-        with open(self.path / ".metadata", "rb") as file:
+    """Reader of torch that does not execute code in `.metadata`."""
+
+    def read_metadata(self) -> metadata.Metadata:
+        """Return the content of `.metadata`."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
             return _Unpickler(file).load()
 
 
-def read_distributed(folder):
-    """Tensors, format in words, and notes of a torch.distributed.checkpoint folder; optimizer
-    states are left out.
+def read_distributed(folder: Path) -> Weights:
+    """Read a directory of torch.distributed.checkpoint, without the states of optimizers.
 
     Raises:
-        UserError: parts missing, doubled or truncated, or an object of an unknown class in the
-            metadata.
+        UserError: If parts are missing, duplicated or truncated, or `.metadata` contains an object
+            of a class that is not allowed.
     """
     try:
         tensors = _read(folder, _Reader(folder))
     except UserError:
         raise
-    except checkpoint.CheckpointException as error:  # {rank: (error, traceback)}
+    except checkpoint.CheckpointException as error:
+        # `failures` has the form {rank: (error, traceback)}.
         raise unreadable(folder, error.failures[0][0]) from None
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # A damaged pickle can raise any exception.
         raise unreadable(folder, error) from None
-    return tensors, "torch.distributed.checkpoint (FSDP)", []
+    return Weights(tensors, "torch.distributed.checkpoint (FSDP)", [])
 
 
-def _read(folder, reader):
+def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint; damaged files raise any exception."""
     content = reader.read_metadata()
-    optimizer = ("optim", "lr_scheduler", "scheduler")
-    dtypes = {
-        name: entry.properties.dtype
+    optimizer_prefixes = ("optim", "lr_scheduler", "scheduler")
+    entries = {
+        name: entry
         for name, entry in content.state_dict_metadata.items()
-        if isinstance(entry, metadata.TensorStorageMetadata) and not name.startswith(optimizer)
+        if isinstance(entry, metadata.TensorStorageMetadata)
+        and not name.startswith(optimizer_prefixes)
     }
-    for index, place in content.storage_data.items():
-        if not is_file_in(folder, place.relative_path):
-            raise UserError(f"{folder} is incomplete: {place.relative_path} is missing.")
-        if index.fqn in dtypes:
-            with open(folder / place.relative_path, "rb") as file:
-                file.seek(place.offset)
-                check_archive(io.BytesIO(file.read(place.length)), file.name)
-    # Numbers that no part holds stay NaN.
+
+    # Check the parts before torch reads them: their files exist, and their checksums are right.
+    for index, part in content.storage_data.items():
+        if not is_file_in(folder, part.relative_path):
+            raise UserError(f"{folder} is incomplete: {part.relative_path} is missing.")
+        if index.fqn in entries:
+            with open(folder / part.relative_path, "rb") as file:
+                file.seek(part.offset)
+                check_archive(io.BytesIO(file.read(part.length)), file.name)
+
+    # Values that no part contains remain NaN.
     tensors = {
-        name: torch.full(content.state_dict_metadata[name].size, math.nan, dtype=dtype)
-        for name, dtype in dtypes.items()
-        if dtype.is_floating_point
+        name: torch.full(entry.size, math.nan, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if entry.properties.dtype.is_floating_point
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without a process group, it reads alone
+        # torch warns that there is no process group: one process reads all parts.
+        warnings.simplefilter("ignore")
         checkpoint.load(tensors, storage_reader=reader)
-    if holes := [name for name, tensor in tensors.items() if tensor.isnan().any()]:
-        raise UserError(f"{folder} lacks numbers, or holds NaN, for: {listed(holes)}.")
+
+    incomplete = [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    if incomplete:
+        raise UserError(f"{folder} lacks values, or contains NaN, for: {listed(incomplete)}.")
     return tensors

@@ -1,7 +1,7 @@
-"""Run by verify.py in a process of its own that does not know this package: loads a folder as a
-user does and writes its outputs.
+"""Load a converted folder as a user does, and write its outputs.
 
-Arguments: the folder, the Auto class, a safetensors file of inputs, the safetensors file to write.
+`verify.py` runs this script in another process, which has not imported this package. The arguments
+are the folder, the Auto class, a safetensors file of inputs, and the safetensors file to write.
 """
 
 import sys
@@ -11,32 +11,32 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 
-def main(folder, auto_class, inputs, outputs):
+def main(folder: str, auto_class: str, inputs: str, outputs: str) -> None:
+    """Load the folder, run the model on the inputs and write the outputs."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model, info = getattr(transformers, auto_class).from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
     )
-    found = {
-        kind: sorted(map(str, info.get(kind) or []))
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+    missing = set(map(str, info.get("missing_keys") or []))
+    if model.config.tie_word_embeddings:
+        # A tied decoder is not stored.
+        missing.discard("decoder.weight")
+    problems = {
+        "missing_keys": sorted(missing),
+        "unexpected_keys": sorted(map(str, info.get("unexpected_keys") or [])),
+        "mismatched_keys": sorted(map(str, info.get("mismatched_keys") or [])),
     }
-    # Tied weights have no tensor of their own.
-    found["missing_keys"] = [
-        name
-        for name in found["missing_keys"]
-        if not (name == "decoder.weight" and model.config.tie_word_embeddings)
-    ]
-    if any(found.values()):
-        sys.exit(f"loading it reported {found}")
+    if any(problems.values()):
+        sys.exit(f"loading it reported {problems}")
     if type(model).__module__.split(".")[0] != "transformers_modules":
         sys.exit(f"it loaded {type(model)} and not the code in the folder")
+
     with torch.no_grad():
         result = model.eval()(**load_file(inputs))
-    save_file(
-        {name: value.contiguous() for name, value in result.items() if torch.is_tensor(value)},
-        outputs,
-    )
+    tensors = {name: value.contiguous() for name, value in result.items() if torch.is_tensor(value)}
+    save_file(tensors, outputs)
 
 
 if __name__ == "__main__":

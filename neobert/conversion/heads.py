@@ -1,27 +1,43 @@
-"""The one table of heads: everything that differs between them from reading a checkpoint to the
-model card."""
+"""Table of the model heads: the properties that differ between heads, and the choice of a head."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..common.errors import UserError, listed
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# Values of `--head`, in the order of the table.
+HeadName: TypeAlias = Literal[
+    "masked-lm",
+    "base",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+]
+
+
 @dataclass(frozen=True)
 class Head:
-    """A kind of model that a checkpoint is converted to.
+    """Type of model that a checkpoint is converted to.
 
     Attributes:
-        option: value of --head.
-        auto_class: Auto class of transformers that loads it.
-        pipeline_tag: the Hub's name of its task.
-        prefixes: how the names of its tensors beside the backbone begin.
-        outputs: names of what its forward returns.
-        per_token: whether its outputs are (B, L, ...), or one row for each sequence.
-        has_labels: whether the rows of `classifier` are labels.
-        has_choices: whether its inputs are (B, choices, L).
+        option: Value of `--head`.
+        auto_class: Auto class of transformers that loads the model.
+        pipeline_tag: Name of the task on the Hub.
+        prefixes: Prefixes of the names of the tensors outside the backbone.
+        outputs: Names of the tensors that `forward` returns.
+        per_token: Whether the outputs have the shape (B, L, ...) and not one row per sequence.
+        has_labels: Whether each row of `classifier` is a label.
+        has_choices: Whether the inputs have the shape (B, choices, L).
     """
 
-    option: str
+    option: HeadName
     auto_class: str
     pipeline_tag: str
     prefixes: tuple[str, ...] = ()
@@ -30,33 +46,40 @@ class Head:
     has_labels: bool = False
     has_choices: bool = False
 
+    # The table is also read by `neobert --help`, so these properties import the configuration and
+    # the model, and with them torch, only when they are used.
+
     @property
-    def class_name(self):
+    def class_name(self) -> str:
+        """Name of the model class."""
         from ..configuration_neobert import AUTO_MAP
 
         return AUTO_MAP[self.auto_class].rpartition(".")[2]
 
     @property
-    def architectures(self):
-        """What config.json calls the class: the published name, which others match on, and names
-        beside it."""
+    def architectures(self) -> list[str]:
+        """Value of `architectures` in config.json.
+
+        The published name of the class comes first, because other software matches on it.
+        """
         from ..configuration_neobert import ARCHITECTURES
 
         return ARCHITECTURES.get(self.class_name, [self.class_name])
 
     @property
-    def model_class(self):
+    def model_class(self) -> "type[PreTrainedModel]":
+        """Model class."""
         from .. import modeling_neobert
 
         return getattr(modeling_neobert, self.class_name)
 
     @property
-    def backbone(self):
-        """How the names of the backbone's tensors begin in this model."""
+    def backbone(self) -> str:
+        """Prefix of the names of the backbone's tensors in this model."""
         return "model." if self.prefixes else ""
 
 
-# Where several have the same tensors, the first one is meant, unless the configuration names
+# If several heads have the same tensors, the first one is chosen, unless the configuration names
 # another.
 _TABLE = [
     Head(
@@ -102,38 +125,53 @@ _TABLE = [
         has_choices=True,
     ),
 ]
-HEADS = {head.option: head for head in _TABLE}
-# Of all heads; every other tensor belongs to the backbone.
+HEADS: dict[str, Head] = {head.option: head for head in _TABLE}
+
+# Prefixes of all heads. Every other tensor belongs to the backbone.
 HEAD_PREFIXES = tuple(dict.fromkeys(prefix for head in HEADS.values() for prefix in head.prefixes))
 
 
-def choose_head(names, wanted=None, architectures=()):
-    """The head to convert to.
+def choose_head(
+    names: Iterable[str], option: str | None = None, architectures: Iterable[str] = ()
+) -> tuple[Head, list[str]]:
+    """Choose the head to convert to.
 
     Args:
-        names: of the checkpoint's tensors.
-        wanted: value of --head, or None for what the checkpoint has.
-        architectures: class names of its configuration, which decide between heads with the same
+        names: Names of the checkpoint's tensors.
+        option: Value of `--head`, or None for the head of the checkpoint.
+        architectures: Class names in the configuration, which decide between heads with the same
             tensors.
+
     Returns:
-        Head, names of the tensors that other heads have and this one has not.
+        The head, and the names of the tensors that belong to other heads only.
+
     Raises:
-        UserError: the tensors are not those of one head.
+        UserError: If the tensors are not those of one head.
     """
+    names = list(names)
     present = [prefix for prefix in HEAD_PREFIXES if any(name.startswith(prefix) for name in names)]
-    if wanted is None:
-        fitting = [head for head in _TABLE if set(head.prefixes) == set(present)]
-        if not fitting:
-            possible = [head.option for head in _TABLE if set(head.prefixes) <= set(present)]
-            raise UserError(
-                f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not "
-                f"those of one head: choose --head {' or '.join(possible)}."
-            )
-        head = fitting[0]
-        for other in fitting:
-            if {*other.architectures, other.class_name} & set(architectures):
-                head = other
-    else:
-        head = HEADS[wanted]
+    head = _head_of(present, architectures) if option is None else HEADS[option]
+
     others = tuple(prefix for prefix in present if prefix not in head.prefixes)
     return head, sorted(name for name in names if others and name.startswith(others))
+
+
+def _head_of(prefixes: list[str], architectures: Iterable[str]) -> Head:
+    """Return the head whose tensors have exactly these prefixes.
+
+    Raises:
+        UserError: If no head has.
+    """
+    candidates = [head for head in _TABLE if set(head.prefixes) == set(prefixes)]
+    if not candidates:
+        options = [head.option for head in _TABLE if set(head.prefixes) <= set(prefixes)]
+        raise UserError(
+            "the checkpoint must have the tensors of one head, got "
+            f"{listed(f'{prefix}*' for prefix in prefixes)}. Choose --head {' or '.join(options)}."
+        )
+
+    head = candidates[0]
+    for other in candidates:
+        if {*other.architectures, other.class_name} & set(architectures):
+            head = other
+    return head

@@ -1,25 +1,40 @@
 """Files of a Hub folder: weights, configuration, the model's code, and the model card."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
 from ..common.errors import printable
 from ..common.identity import sha256
-from ..common.loading import copy_code
+from ..common.loading import copy_code, dtype_name
 from ..common.model_card import front_matter
 from .architecture import Conversion
 from .heads import Head
 from .tokenizer import write_tokenizer
 
 
+@dataclass(frozen=True)
+class WeightFile:
+    """Weight file of a folder.
+
+    Attributes:
+        name: Name of the file.
+        size: Size in bytes.
+        sha256: Digest of the content, hexadecimal.
+    """
+
+    name: str
+    size: int
+    sha256: str
+
+
 def write_folder(
-    folder: Path, conversion: Conversion, tokenizer: Any | None, max_shard_size: str = "5GB"
-) -> list[dict[str, Any]]:
+    folder: Path, conversion: Conversion, tokenizer: Path | None, max_shard_size: str = "5GB"
+) -> list[WeightFile]:
     """Write tokenizer, configuration, code and weights of a converted checkpoint.
 
     Args:
@@ -29,18 +44,18 @@ def write_folder(
         max_shard_size: Maximum size of a weight file.
 
     Returns:
-        One row per weight file, as `write_weights`.
+        The weight files.
     """
     config = conversion.config
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
     write_config(folder, conversion)
-    return write_weights(folder, conversion.written(), max_shard_size)
+    return write_weights(folder, conversion.output_tensors(), max_shard_size)
 
 
 def write_weights(
     folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str
-) -> list[dict[str, Any]]:
+) -> list[WeightFile]:
     """Write model.safetensors, or shards and their index.
 
     Args:
@@ -49,11 +64,11 @@ def write_weights(
         max_shard_size: Maximum size of a file, such as "5GB".
 
     Returns:
-        One row per file with its name, size in bytes and digest: {"file", "bytes", "sha256"}.
+        The weight files, sorted by name.
     """
-    save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
+    save_torch_state_dict(dict(state), folder, max_shard_size=max_shard_size)
     return [
-        {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+        WeightFile(name=path.name, size=path.stat().st_size, sha256=sha256(path))
         for path in sorted(folder.glob("*.safetensors"))
     ]
 
@@ -61,7 +76,7 @@ def write_weights(
 def write_config(folder: Path, conversion: Conversion) -> None:
     """Write config.json with the complete auto_map, and the code files that it refers to."""
     conversion.config.architectures = list(conversion.head.architectures)
-    conversion.config.dtype = str(conversion.dtype).removeprefix("torch.")
+    conversion.config.dtype = dtype_name(conversion.dtype)
     conversion.config.to_json_file(folder / "config.json")
     copy_code(folder)
 
@@ -69,7 +84,14 @@ def write_config(folder: Path, conversion: Conversion) -> None:
 def usage_lines(
     name: str, head: Head, has_tokenizer: bool, sentence_transformers: bool
 ) -> list[str]:
-    """Return lines of Python that load the folder or repository `name`."""
+    """Return lines of Python that load a model.
+
+    Args:
+        name: Directory, or repository on the Hub.
+        head: Head of the model.
+        has_tokenizer: Whether to load a tokenizer too.
+        sentence_transformers: Whether to load the model with sentence-transformers too.
+    """
     name = json.dumps(printable(name), ensure_ascii=False)
     classes = f"{head.auto_class}, AutoTokenizer" if has_tokenizer else head.auto_class
     lines = [
@@ -112,7 +134,7 @@ Conversion:
 def write_model_card(
     folder: Path,
     conversion: Conversion,
-    rows: list[dict[str, Any]],
+    files: Sequence[WeightFile],
     name: str,
     has_tokenizer: bool,
     sentence_transformers: bool,
@@ -123,7 +145,7 @@ def write_model_card(
     Args:
         folder: Existing directory.
         conversion: Model that was written.
-        rows: Weight files, as `write_weights` returns them.
+        files: Weight files, as `write_weights` returns them.
         name: Name of the model.
         has_tokenizer: Whether the folder contains a tokenizer.
         sentence_transformers: Whether the folder contains modules.json.
@@ -144,14 +166,14 @@ def write_model_card(
     layers = f"{config.num_hidden_layers} x {config.hidden_size}"
     facts = {
         "parameters": f"{conversion.parameters:,}",
-        "dtype": str(conversion.dtype).removeprefix("torch."),
+        "dtype": dtype_name(conversion.dtype),
         "layers x hidden size": f"{layers}, {config.num_attention_heads} heads",
         "feed-forward": f"{config.hidden_act}, inner size {config.ffn_inner_size}",
         "norm, positions": f"{config.norm_type}, {config.position_embedding_type}",
         "vocabulary": f"{config.vocab_size:,} rows",
         "context": f"{config.context_length:,} tokens",
     }
-    facts |= {f"sha256 of {row['file']}": f"`{row['sha256']}`" for row in rows}
+    facts |= {f"sha256 of {file.name}": f"`{file.sha256}`" for file in files}
     usage = usage_lines(name, conversion.head, has_tokenizer, sentence_transformers)
     text = _CARD.format(
         metadata=front_matter(**metadata, library_name=library, pipeline_tag=task, tags=tags),

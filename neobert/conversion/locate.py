@@ -1,11 +1,12 @@
-"""Finds a training checkpoint's step and format, and reads its tensors under their published names.
+"""Location and format of a training checkpoint, and the published names of its tensors.
 
-Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint folders, accelerate's
+Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint directories, accelerate's
 `save_state`, Trainer's checkpoints, safetensors and Hub folders.
 """
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,20 +17,20 @@ from ..common.files import check_file, read_text
 from .deepspeed import is_deepspeed, read_deepspeed
 from .distributed import read_distributed
 from .heads import HEAD_PREFIXES
-from .weight_files import read_file
+from .weight_files import Weights, read_file
 
 
 @dataclass
 class Checkpoint:
-    """The tensors of one checkpoint, by the names of NeoBERT's masked LM (`model.encoder.weight`,
-    `decoder.weight`, ...).
+    """Tensors of one checkpoint, by the names of the masked language model.
 
     Attributes:
-        path: the folder or file of this step.
-        format: what was recognized, in words.
-        folders: where a configuration or tokenizer may be: the checkpoint's folder and those above
-            it that belong to the run.
-        notes: what the user should know about what was read.
+        path: Directory or file of the step.
+        format: Format of the checkpoint, in words.
+        tensors: Tensors by published name (`model.encoder.weight`, `decoder.weight`, ...).
+        folders: Directories that may contain a configuration or a tokenizer: that of the step, and
+            those above it that belong to the run.
+        notes: Sentences for the user about how the checkpoint was read.
     """
 
     path: Path
@@ -39,8 +40,32 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
 
 
+def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
+    """Find the step, recognize the format and read the tensors.
+
+    Tensors of torch.save and safetensors stay memory-mapped.
+
+    Args:
+        path: File, directory of a step, or directory of a run.
+        step: Step of a run, or None for the latest.
+
+    Raises:
+        UserError: If there is no checkpoint, or the checkpoint is incomplete or damaged, or
+            contains an object of a class that is not allowed.
+    """
+    step_path = find_step(path, step)
+    reader = _find_reader(step_path)
+    weights = reader.read() if reader else None
+    if weights is None or not weights.tensors:
+        raise UserError(f"{step_path} must contain tensors, got none.")
+
+    folders = _run_folders(Path(os.path.abspath(step_path)), Path(os.path.abspath(path)))
+    tensors = canonical_names(weights.tensors, step_path)
+    return Checkpoint(step_path, weights.format, tensors, folders, weights.notes)
+
+
 # ------------------------------------------------------------------------------------------------
-# which format, which step
+# Format and step
 
 
 _STEP = re.compile(r"(?:(?:checkpoint|step|global_step|epoch|iter)[_-]?)?([0-9]{1,18})")
@@ -53,164 +78,196 @@ _WEIGHT_FILES = (
     "pytorch_model_fsdp.bin",
     "state_dict.pt",
 )
-# accelerate's save_state puts the engine's own folder below the step.
+# accelerate's save_state writes the directory of the engine into that of the step.
 _ENGINE_FOLDERS = ("pytorch_model", "pytorch_model_fsdp_0")
 
 
-def _reader_of(path):
-    """(reader, what it reads) of a file or folder with weights, or None."""
+@dataclass(frozen=True)
+class _Reader:
+    """Reader of a format, and the file or directory to read."""
+
+    function: Callable[[Path], Weights]
+    path: Path
+
+    def read(self) -> Weights:
+        """Read the weights."""
+        return self.function(self.path)
+
+
+def _find_reader(path: Path) -> _Reader | None:
+    """Return the reader of a file or directory with weights, or None if there are no weights."""
     if path.is_file():
-        return read_file, path
+        return _Reader(read_file, path)
+
+    # Master weights take precedence over the weight files beside them.
     for folder in (path, *(path / name for name in _ENGINE_FOLDERS)):
-        # Master weights are preferred to what may be beside them.
         if folder.is_dir() and is_deepspeed(folder):
-            return read_deepspeed, folder
+            return _Reader(read_deepspeed, folder)
         if (folder / ".metadata").is_file():
-            return read_distributed, folder
+            return _Reader(read_distributed, folder)
+
     # Trainer with DeepSpeed: checkpoint-10/latest names checkpoint-10/global_step10.
-    latest = _tag(path)
+    latest = _read_latest(path)
     is_step = latest is not None and latest.name.startswith("global_step") and latest.is_dir()
-    if is_step and is_deepspeed(latest):
-        return read_deepspeed, latest
-    files = [path / name for name in _WEIGHT_FILES if (path / name).is_file()]
-    return (read_file, files[0]) if files else None
+    if latest is not None and is_step and is_deepspeed(latest):
+        return _Reader(read_deepspeed, latest)
+
+    for name in _WEIGHT_FILES:
+        if (path / name).is_file():
+            return _Reader(read_file, path / name)
+    return None
 
 
-def _tag(folder):
-    """The folder that DeepSpeed's file `latest` names, or None without that file."""
+def _read_latest(folder: Path) -> Path | None:
+    """Return the directory that DeepSpeed's file `latest` names, or None without this file.
+
+    Raises:
+        UserError: If the file contains anything but a name.
+    """
     file = folder / "latest"
     if not file.is_file():
         return None
     name = read_text(file).strip()
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise UserError(
-            f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}."
+            f"{file} must contain the name of a directory beside it, got {name[:80]!r}."
         )
     return folder / name
 
 
-def find_step(path, step=None):
-    """The file or folder that holds the weights.
+def find_step(path: str | Path, step: int | None = None) -> Path:
+    """Return the file or directory that contains the weights.
 
     Args:
-        path: a file, a step's folder, or a run's folder.
-        step: a step number; None for what the file `latest` names, else the highest number.
+        path: File, directory of a step, or directory of a run.
+        step: Step of a run. By default the step that the file `latest` names, else the highest.
+
     Raises:
-        UserError: nothing there, or no such step.
+        UserError: If there is no checkpoint, or not this step.
     """
     path = Path(path)
     if not path.is_dir():
         check_file(path)
         if step is not None:
-            raise UserError(f"--step {step} needs the folder of a run, but {path} is a file.")
+            raise UserError(
+                f"CHECKPOINT must be the directory of a run with `--step {step}`, got the file "
+                f"{path}."
+            )
         return path
-    steps = {}
+
+    steps: dict[int, list[Path]] = {}
     for folder in sorted(path.iterdir()):
         match = _STEP.fullmatch(folder.name)
         if match and folder.is_dir():
             steps.setdefault(int(match[1]), []).append(folder)
-    own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
-    is_wanted = step is None or (step not in steps and own and int(own[1]) == step)
-    if is_wanted and _reader_of(path):
+
+    # The directory may be that of the step itself.
+    path_step = _STEP.fullmatch(Path(os.path.realpath(path)).name)
+    is_step = step not in steps and path_step is not None and int(path_step[1]) == step
+    if (step is None or is_step) and _find_reader(path):
         return path
-    tag = _tag(path) if step is None else None
-    if tag is None and not steps:
+
+    latest = _read_latest(path) if step is None else None
+    if latest is None and not steps:
         for name in _RUN_FOLDERS:
             if (path / name).is_dir():
                 return find_step(path / name, step)
         raise UserError(
-            f"{path} holds no checkpoint: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's "
-            "*_states.pt, a torch.distributed.checkpoint folder, or folders of steps."
+            f"{path} must contain a checkpoint: {', '.join(_WEIGHT_FILES)}, DeepSpeed's "
+            "*_states.pt, a torch.distributed.checkpoint directory, or directories of steps."
         )
-    if tag is None:
-        number = max(steps) if step is None else step
-        if number not in steps:
-            raise UserError(f"{path} has no step {number}; it has {listed(sorted(steps))}.")
-        if len(steps[number]) > 1:
-            raise UserError(
-                f"{path} has several folders of step {number}: "
-                f"{listed(p.name for p in steps[number])}; name one of them."
-            )
-        tag = steps[number][0]
-    if not tag.is_dir() or not _reader_of(tag):
+    step_path = latest or _choose_step(path, steps, step)
+    if not step_path.is_dir() or not _find_reader(step_path):
         raise UserError(
-            f"{tag} is not there, or holds no weights in a known format; choose another step with "
-            "--step."
+            f"{step_path} must be a directory with weights in a known format. Choose another step "
+            "with `--step`."
         )
-    return tag
+    return step_path
 
 
-def _run_folders(path, start):
-    """The step's folder and those above it that belong to the same run, innermost first; at least
-    up to `start`."""
-    folder = path if path.is_dir() else path.parent
-    top, folders = start if start.is_dir() else start.parent, []
-    for place in (folder, *folder.parents):
-        folders.append(place)
-        inside = place != top and top in place.parents
-        belongs = _STEP.fullmatch(place.name) or place.name in (*_RUN_FOLDERS, *_ENGINE_FOLDERS)
-        if not inside and not belongs:
+def _choose_step(path: Path, steps: Mapping[int, list[Path]], step: int | None) -> Path:
+    """Return the directory of a step, by default of the highest one.
+
+    Raises:
+        UserError: If there is no directory of this step, or several.
+    """
+    number = max(steps) if step is None else step
+    if number not in steps:
+        raise UserError(f"`--step` must be one of {listed(sorted(steps))} in {path}, got {number}.")
+    if len(steps[number]) > 1:
+        names = listed(folder.name for folder in steps[number])
+        raise UserError(
+            f"{path} must have one directory of step {number}, got {names}. Pass one of them as "
+            "CHECKPOINT."
+        )
+    return steps[number][0]
+
+
+def _run_folders(path: Path, start: Path) -> list[Path]:
+    """Return the directory of the step, and those above it that belong to the same run.
+
+    Args:
+        path: Absolute path of the step.
+        start: Absolute path of CHECKPOINT, up to which all directories belong to the run.
+    """
+    top = start if start.is_dir() else start.parent
+    step_folder = path if path.is_dir() else path.parent
+
+    folders = []
+    for folder in (step_folder, *step_folder.parents):
+        folders.append(folder)
+        is_inside = folder != top and top in folder.parents
+        is_usual = _STEP.fullmatch(folder.name) or folder.name in (*_RUN_FOLDERS, *_ENGINE_FOLDERS)
+        if not is_inside and not is_usual:
             break
     return folders
 
 
 # ------------------------------------------------------------------------------------------------
-# names
+# Names
 
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# Tables that old model code kept as buffers; they are computed, not learned.
+# Tables that old model code stored as buffers. They are computed, not learned.
 _COMPUTED = re.compile(r"(?:^|\.)(?:freqs_cis|inv_freq|position_ids)$")
 
 
-def canonical_names(tensors, path):
-    """The tensors under the published names of the masked LM, without the prefixes of training
-    wrappers.
+def canonical_names(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors under the published names of the masked language model.
 
-    Raises:
-        UserError: two tensors that come to the same name.
-    """
-    renamed = {}
-    cleaned = {name: _WRAPPERS.sub("", name) for name in tensors}
-    names = set(cleaned.values())
-    inner = tuple(f"model.{prefix}" for prefix in ("model.", *HEAD_PREFIXES))
-    for prefix in ("app.", "model."):
-        # A complete state dict below one key, as torch.distributed.checkpoint stores it.
-        is_nested = all(name.startswith(prefix) for name in names)
-        if is_nested and (prefix == "app." or any(name.startswith(inner) for name in names)):
-            cleaned = {name: short.removeprefix(prefix) for name, short in cleaned.items()}
-            names = set(cleaned.values())
-    bare = not any(name.startswith("model.") for name in names)
-    for name, short in cleaned.items():
-        if _COMPUTED.search(short):
-            continue
-        if bare and not short.startswith(HEAD_PREFIXES):
-            short = f"model.{short}"
-        if short in renamed:
-            raise UserError(f"{path} holds {short} twice under different names.")
-        renamed[short] = tensors[name]
-    return renamed
-
-
-def open_checkpoint(path, step=None):
-    """Finds the step, recognizes the format, and reads the tensors; those of torch.save and
-    safetensors stay mapped.
+    The prefixes of DDP, torch.compile and FSDP are removed.
 
     Args:
-        path: file or folder.
-        step: its number, or None for the latest.
-    Returns:
-        Checkpoint
+        tensors: Tensors by their names in the checkpoint.
+        path: Path of the checkpoint, for messages.
+
     Raises:
-        UserError: nothing readable there; incomplete, truncated, or with an object of an unknown
-            class.
+        UserError: If two tensors have the same name without prefixes.
     """
-    place = find_step(path, step)
-    reader, source = _reader_of(place)
-    tensors, kind, notes = reader(source)
-    if not tensors:
-        raise UserError(f"{place} holds no tensors.")
-    folders = _run_folders(Path(os.path.abspath(place)), Path(os.path.abspath(path)))
-    return Checkpoint(place, kind, canonical_names(tensors, place), folders, notes)
+    new_names = {name: _WRAPPERS.sub("", name) for name in tensors}
+    distinct = set(new_names.values())
+
+    # torch.distributed.checkpoint stores a complete state dict below one key.
+    nested_prefixes = tuple(f"model.{prefix}" for prefix in ("model.", *HEAD_PREFIXES))
+    for prefix in ("app.", "model."):
+        is_nested = all(name.startswith(prefix) for name in distinct)
+        if prefix == "model.":
+            is_nested = is_nested and any(name.startswith(nested_prefixes) for name in distinct)
+        if is_nested:
+            new_names = {name: new.removeprefix(prefix) for name, new in new_names.items()}
+            distinct = set(new_names.values())
+
+    # The names of a backbone without a head have no `model.`.
+    is_backbone = not any(name.startswith("model.") for name in distinct)
+    renamed: dict[str, torch.Tensor] = {}
+    for name, new_name in new_names.items():
+        if _COMPUTED.search(new_name):
+            continue
+        if is_backbone and not new_name.startswith(HEAD_PREFIXES):
+            new_name = f"model.{new_name}"
+        if new_name in renamed:
+            raise UserError(f"{path} contains {new_name} twice under different names.")
+        renamed[new_name] = tensors[name]
+    return renamed

@@ -1,17 +1,18 @@
 """Options of `neobert convert`. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.options import OptionGroup, OptionParser, option
-from .heads import HEADS
+from .heads import HeadName
 
 
-HeadName = Literal[tuple(HEADS)]  # type: ignore[valid-type]
+# Precisions of the weights.
+WeightDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FolderOptions(OptionGroup):
 
     title = "Output"
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+    dtype: WeightDtype | None = option(
         None,
         "Precision of the weights. By default that of the checkpoint, or float32 if the "
         "checkpoint mixes several.",
@@ -74,6 +75,7 @@ class ConvertOptions:
     folder: FolderOptions = FolderOptions()
 
     def __post_init__(self) -> None:
+        """Check options that depend on each other."""
         if self.folder.sentence_transformers and self.source.tokenizer == "none":
             raise UserError(
                 "`--sentence-transformers` needs a tokenizer, got --tokenizer none. Omit one of "

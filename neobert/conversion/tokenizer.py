@@ -1,11 +1,20 @@
-"""The tokenizer of the result: loaded without code, written anew from what was parsed and not by
-copying, loaded again and compared."""
+"""Tokenizer of the converted folder.
+
+The tokenizer is loaded without executing code, and written from the parsed content instead of being
+copied. The written tokenizer is loaded again and compared with the source.
+"""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+from transformers import (  # type: ignore[attr-defined]
+    AutoTokenizer,
+    BertTokenizerFast,
+    PreTrainedTokenizerFast,
+)
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed, one_line
@@ -13,7 +22,7 @@ from ..common.files import read_json
 from ..common.loading import prefix_space
 
 
-# What a tokenizer may be made of.
+# Files that a tokenizer can consist of.
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -22,144 +31,155 @@ _FILES = (
     "tokenizer.model",
     "added_tokens.json",
 )
-# What its tokenizer_config.json says beside its class and special tokens. No code, and no file.
+# Settings of tokenizer_config.json that are kept beside the class and the special tokens. None of
+# them refers to code or to a file.
 _SETTINGS = """
     add_prefix_space clean_up_tokenization_spaces do_lower_case model_input_names padding_side
     strip_accents tokenize_chinese_chars truncation_side
 """.split()
-# An embedding may have the tokenizer's size rounded up to a multiple of one of these (padded for
-# GPU efficiency).
+# The rows of an embedding may be the number of tokens, rounded up to a multiple of one of these for
+# efficiency on GPUs.
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+# Texts by which the written tokenizer is compared with its source.
 _TEXTS = ["The owl's nest, 42 metres up: caf\u00e9!", "[MASK] unaffable \u4f60\u597d", ""]
 
 
-def find_tokenizer(argument, folders):
-    """The folder of the tokenizer.
+def find_tokenizer(option: str | Path | None, folders: Iterable[Path]) -> Path | None:
+    """Return the directory of the tokenizer.
 
     Args:
-        argument: value of --tokenizer: a folder, "none", or None for what is beside the checkpoint,
-            then the bundled one.
-        folders: where to look.
+        option: Value of `--tokenizer`: a directory, "none", or None for the tokenizer beside the
+            checkpoint, else the bundled one.
+        folders: Directories to search.
+
     Returns:
-        Path, or None for "none".
+        Path of the directory, or None for "none".
+
     Raises:
-        UserError: there is no tokenizer in the folder that was given.
+        UserError: If `option` is a directory without a tokenizer.
     """
-    if argument == "none":
+    if option == "none":
         return None
-    if argument is None:
-        return next(
-            (
-                f
-                for f in folders
-                if any((f / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-            ),
-            TOKENIZER,
-        )
-    if not any((Path(argument) / name).is_file() for name in _FILES):
+    if option is None:
+        for folder in folders:
+            if (folder / "tokenizer.json").is_file() or (folder / "vocab.txt").is_file():
+                return folder
+        return TOKENIZER
+
+    if not any((Path(option) / name).is_file() for name in _FILES):
         raise UserError(
-            f"--tokenizer takes a folder with {listed(_FILES[:2])} ..., or none, but {argument} "
-            "was given."
+            f"`--tokenizer` must be a directory with {' or '.join(_FILES[:2])}, or none, got "
+            f"{option}."
         )
-    return Path(argument)
+    return Path(option)
 
 
-def check_rows(size, rows, folder):
-    """Raises UserError unless a tokenizer of `size` tokens goes with `rows` of embedding: as many,
-    or rounded up to a multiple of 8 ... 512."""
+def check_rows(size: int, rows: int, folder: str | Path) -> None:
+    """Check that a tokenizer fits an embedding.
+
+    The number of rows must be that of the tokens, or rounded up to a multiple of 8, 16, ..., 512.
+
+    Args:
+        size: Number of tokens.
+        rows: Number of rows of the embedding.
+        folder: Directory of the tokenizer, for the message.
+
+    Raises:
+        UserError: If the tokenizer does not fit.
+    """
     allowed = sorted({size, *(-(-size // multiple) * multiple for multiple in _MULTIPLES)})
     if rows not in allowed:
         raise UserError(
             f"the checkpoint has {rows} vocabulary rows, but the tokenizer in {folder} has {size} "
-            f"tokens (which allows {listed(allowed)} "
-            "rows): give the right one with --tokenizer DIR, or --tokenizer none."
+            f"tokens (which allows {listed(allowed)} rows). Pass the right one with `--tokenizer "
+            "DIR`, or `--tokenizer none`."
         )
 
 
-def _load(folder):
-    """The tokenizer of a folder, whose tokenizer_config.json may lack its class or be absent."""
-    settings = folder / "tokenizer_config.json"
-    settings = read_json(settings) if settings.exists() else {}
-    named = isinstance(settings, dict) and isinstance(settings.get("tokenizer_class"), str)
-    # NeoBERT's own is BERT's, which needs no more than its vocabulary.
-    own = BertTokenizerFast if (folder / "vocab.txt").exists() else PreTrainedTokenizerFast
-    return (
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if named
-        else own.from_pretrained(folder)
-    )
-
-
-def _write(tokenizer, target, max_length):
-    """Writes a loaded fast tokenizer to the folder `target`; it truncates at `max_length` tokens at
-    the latest."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-    words = sorted(
-        (number, word) for word, number in backend.get_vocab(with_added_tokens=False).items()
-    )
-    # vocab.txt has a token's id as the number of its line
-    in_lines = [number for number, _ in words] == list(range(len(words)))
-    is_bert = (
-        isinstance(tokenizer, BertTokenizerFast)
-        and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"
-        and in_lines
-    )
-    if is_bert:
-        (target / "vocab.txt").write_text(
-            "".join(f"{word}\n" for _, word in words), encoding="utf-8"
-        )
-    special = {
-        name: str(token)
-        for name, token in tokenizer.special_tokens_map.items()
-        if isinstance(token, (str, AddedToken))
-    }
-    own = tokenizer.model_max_length
-    settings = {
-        name: tokenizer.init_kwargs[name] for name in _SETTINGS if name in tokenizer.init_kwargs
-    }
-    settings |= prefix_space(backend.to_str())
-    settings |= special | {
-        "tokenizer_class": "BertTokenizer" if is_bert else "PreTrainedTokenizerFast",
-        "model_max_length": min(own, max_length) if type(own) is int and own > 0 else max_length,
-    }
-    for name, content in (
-        ("tokenizer_config.json", settings),
-        ("special_tokens_map.json", special),
-    ):
-        (target / name).write_text(
-            json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
-            encoding="utf-8",
-        )
-
-
-def write_tokenizer(source, target, rows, max_length):
-    """Writes the tokenizer of the folder `source` to the folder `target` and compares what both
-    make of some texts.
+def write_tokenizer(source: Path, target: Path, rows: int, max_length: int) -> None:
+    """Write the tokenizer of one directory to another, and compare both on a few texts.
 
     Args:
-        source, target: folders.
-        rows: of the model's embedding.
-        max_length: tokens of its longest text.
+        source: Directory of the tokenizer.
+        target: Existing directory to write to.
+        rows: Number of rows of the model's embedding.
+        max_length: Maximum sequence length of the model in tokens.
+
     Raises:
-        UserError: not loadable; without a fast form (tokenizer.json); not of this model.
+        UserError: If the tokenizer cannot be loaded, has no fast form (tokenizer.json), or does not
+            fit the model.
     """
     try:
         tokenizer = _load(source)
         size = max(tokenizer.get_vocab().values()) + 1
         check_rows(size, rows, source)
         _write(tokenizer, target, max_length)
-        same = _load(target)(_TEXTS)["input_ids"] == tokenizer(_TEXTS)["input_ids"]
+        is_equal = _load(target)(_TEXTS)["input_ids"] == tokenizer(_TEXTS)["input_ids"]
     except UserError:
         raise
-    except Exception as error:  # files of any content
+    except Exception as error:  # Untrusted files can raise any exception.
         raise UserError(
-            f"the tokenizer in {source} cannot be loaded: {one_line(error, 400)}"
+            f"the tokenizer in {source} cannot be loaded: {one_line(error, 400)}."
         ) from error
-    if not same:
+    if not is_equal:
         raise UserError(
-            "the converted folder's tokenizer splits text otherwise than its source, so it was not "
-            "kept."
+            "the tokenizer of the converted folder splits text differently than its source. The "
+            "folder was discarded."
         )
+
+
+def _load(folder: Path) -> Any:
+    """Load a tokenizer; tokenizer_config.json may be missing, or not name the class."""
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    if isinstance(settings, dict) and isinstance(settings.get("tokenizer_class"), str):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+    # The published tokenizer is BERT's, which needs its vocabulary only.
+    if (folder / "vocab.txt").exists():
+        return BertTokenizerFast.from_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _write(tokenizer: Any, target: Path, max_length: int) -> None:
+    """Write a loaded fast tokenizer, which truncates at `max_length` tokens or earlier."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+
+    # In vocab.txt the id of a token is the number of its line.
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    words = sorted(vocabulary, key=lambda word: (vocabulary[word], word))
+    is_bert = (
+        isinstance(tokenizer, BertTokenizerFast)
+        and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"
+        and [vocabulary[word] for word in words] == list(range(len(words)))
+    )
+    if is_bert:
+        lines = "".join(f"{word}\n" for word in words)
+        (target / "vocab.txt").write_text(lines, encoding="utf-8")
+
+    special_tokens = {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, (str, AddedToken))
+    }
+    source_length = tokenizer.model_max_length
+    if type(source_length) is int and source_length > 0:
+        max_length = min(source_length, max_length)
+    settings = {
+        name: tokenizer.init_kwargs[name] for name in _SETTINGS if name in tokenizer.init_kwargs
+    }
+    settings |= prefix_space(backend.to_str())
+    settings |= special_tokens
+    settings["tokenizer_class"] = "BertTokenizer" if is_bert else "PreTrainedTokenizerFast"
+    settings["model_max_length"] = max_length
+    _write_sorted(target / "tokenizer_config.json", settings)
+    _write_sorted(target / "special_tokens_map.json", special_tokens)
+
+
+def _write_sorted(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON with sorted keys, as transformers does."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8")

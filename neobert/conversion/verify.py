@@ -1,61 +1,120 @@
-"""The proof: the written folder is loaded as a user loads it, in a fresh process, and its outputs
-are compared with those of the source."""
+"""Verification of a converted folder.
+
+The folder is loaded as a user loads it, in a fresh process, and its outputs are compared with those
+of the source.
+"""
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from ..common.errors import UserError, one_line
+from .architecture import Conversion
 
 
-# Without the script's folder among those that are searched for modules.
+# `runpy` keeps the directory of the script, which is in this package, out of the module path.
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+# Maximum difference of an output, relative to the largest output (or to 1 if that is larger).
+_TOLERANCE = 1e-5
 
 
-def random_inputs(conversion):
-    """Two sequences of random tokens, (2, L) with L up to 32 and padding in the second, or (1, 2,
-    L) for multiple choice."""
-    config, generator = conversion.config, torch.Generator().manual_seed(0)
+def random_inputs(conversion: Conversion) -> dict[str, torch.Tensor]:
+    """Return two sequences of random tokens, with padding in the second.
+
+    Returns:
+        `input_ids` and `attention_mask`, int64 of shape (2, L) with L up to 32, or (1, 2, L) for
+        multiple choice.
+    """
+    config = conversion.config
+    generator = torch.Generator().manual_seed(0)
     length = min(32, config.max_position_embeddings)
-    ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1, length - length // 3 :] = 0
+    input_ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, length - length // 3 :] = 0
     if config.pad_token_id is not None:
-        ids[mask == 0] = config.pad_token_id
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    return (
-        {name: value[None] for name, value in inputs.items()}
-        if conversion.head.has_choices
-        else inputs
-    )
+        input_ids[attention_mask == 0] = config.pad_token_id
+
+    if conversion.head.has_choices:
+        input_ids = input_ids[None]
+        attention_mask = attention_mask[None]
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def _compared(outputs, conversion, inputs):
-    """One vector of all outputs; of per-token ones at real tokens only."""
+def _flatten(
+    outputs: Mapping[str, torch.Tensor], conversion: Conversion, inputs: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return all outputs as one vector, without outputs at padding tokens."""
     mask = inputs["attention_mask"].bool()
-    found = [outputs[name].float() for name in sorted(outputs)]
-    real = [
-        x[mask] if conversion.head.per_token and x.shape[:2] == mask.shape else x for x in found
-    ]
-    return torch.cat([x.flatten() for x in real])
+    parts = []
+    for name in sorted(outputs):
+        output = outputs[name].float()
+        if conversion.head.per_token and output.shape[:2] == mask.shape:
+            output = output[mask]
+        parts.append(output.flatten())
+    return torch.cat(parts)
 
 
-def source_outputs(conversion, tensors):
-    """What the model answers with the weights `tensors` in float32, as one vector."""
+def source_outputs(conversion: Conversion, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the outputs of the model with these weights in float32, as one vector.
+
+    Args:
+        conversion: Model.
+        tensors: Weights by name, those of the checkpoint or the rounded ones.
+    """
     inputs = random_inputs(conversion)
     with torch.no_grad():
         outputs = conversion.build(tensors)(**inputs)
     outputs = {name: value for name, value in outputs.items() if torch.is_tensor(value)}
-    return _compared(outputs, conversion, inputs)
+    return _flatten(outputs, conversion, inputs)
 
 
-def _reload(folder, auto_class, inputs, outputs, scratch):
-    """Runs `fresh_model.py`, which knows neither this package nor the network, in a process of its
-    own."""
+def verify(
+    folder: Path, conversion: Conversion, expected: torch.Tensor, scratch: Path
+) -> torch.Tensor:
+    """Load the folder with an Auto class in a fresh process and compare its outputs.
+
+    Args:
+        folder: Directory that was written.
+        conversion: Model that was written.
+        expected: Result of `source_outputs` for the weights that were written.
+        scratch: Directory for temporary files.
+
+    Returns:
+        Outputs of the folder in float32, as one vector.
+
+    Raises:
+        UserError: If the folder does not load, or the outputs differ from those of the source.
+    """
+    inputs = random_inputs(conversion)
+    inputs_file = scratch / "inputs.safetensors"
+    outputs_file = scratch / "outputs.safetensors"
+    save_file(inputs, inputs_file)
+    _reload(folder, conversion.head.auto_class, inputs_file, outputs_file, scratch)
+
+    outputs = _flatten(load_file(outputs_file), conversion, inputs)
+    difference = float("nan")
+    if outputs.shape == expected.shape:
+        difference = (outputs - expected).abs().max().item()
+    # The comparison is also false if the difference is NaN.
+    if not difference <= _TOLERANCE * max(expected.abs().max().item(), 1.0):
+        raise UserError(
+            f"the outputs of the converted folder differ from those of the source by "
+            f"{difference:.2e}. The folder was discarded."
+        )
+    return outputs
+
+
+def _reload(folder: Path, auto_class: str, inputs: Path, outputs: Path, scratch: Path) -> None:
+    """Run `fresh_model.py` in another process, without this package and the network.
+
+    Raises:
+        UserError: If the process fails.
+    """
     script = Path(__file__).with_name("fresh_model.py")
     environment = {
         **os.environ,
@@ -72,38 +131,10 @@ def _reload(folder, auto_class, inputs, outputs, scratch):
     )
     if process.returncode:
         lines = process.stderr.decode(errors="replace").strip().splitlines()
-        is_told = lines and process.returncode > 0
-        reason = lines[-1] if is_told else f"its process ended with {process.returncode}"
-        reason = one_line(reason, 400)
-        raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
-
-
-def verify(folder, conversion, expected, scratch):
-    """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh
-    process and compares its outputs.
-
-    Args:
-        folder: what was written.
-        conversion: Conversion.
-        expected: `source_outputs` of the weights that were written.
-        scratch: folder for what is needed on the way.
-    Returns:
-        the outputs of the folder, in float32.
-    Raises:
-        UserError: it does not load, or its outputs are not those of the source weights.
-    """
-    inputs = random_inputs(conversion)
-    given = scratch / "inputs.safetensors"
-    answered = scratch / "outputs.safetensors"
-    save_file(inputs, given)
-    _reload(folder, conversion.head.auto_class, given, answered, scratch)
-    outputs = _compared(load_file(answered), conversion, inputs)
-    difference = (
-        (outputs - expected).abs().max().item() if outputs.shape == expected.shape else float("nan")
-    )
-    if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):
+        reason = f"its process ended with {process.returncode}"
+        # A process that a signal ended leaves no message about the reason.
+        if lines and process.returncode > 0:
+            reason = lines[-1]
         raise UserError(
-            f"the converted folder's outputs differ from the source's by {difference:.2e}, so it "
-            "was not kept."
+            f"the converted folder does not load, so it was discarded: {one_line(reason, 400)}."
         )
-    return outputs

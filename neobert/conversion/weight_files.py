@@ -1,10 +1,16 @@
-"""Files of torch.save and safetensors, one or several with an index. torch's own reader of weights
-reads them: no code in them runs, and numbers are mapped."""
+"""Files of torch.save and safetensors, single or sharded with an index.
+
+torch's reader of weights (`weights_only=True`) reads them: no code in a file is executed, and the
+values stay memory-mapped where the format allows it.
+"""
 
 import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -13,20 +19,40 @@ from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json
 
 
+class Weights(NamedTuple):
+    """Content of a checkpoint.
+
+    Attributes:
+        tensors: Tensors by the names in the checkpoint.
+        format: Format of the checkpoint, in words.
+        notes: Sentences for the user about how the checkpoint was read.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    format: str
+    notes: list[str]
+
+
 class StandIn:
-    """Takes the place of an object that says nothing about the weights: keeps what it was made
-    with in `args`, does nothing."""
+    """Replacement for an object that contains no weights. Its methods have no effect.
 
-    def __new__(cls, *args):
-        made = super().__new__(cls)
-        made.args = args
-        return made
+    Attributes:
+        args: Arguments that the object was pickled with.
+    """
 
-    def __setstate__(self, state):
-        pass
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> "StandIn":
+        """Store the arguments."""
+        stand_in = super().__new__(cls)
+        stand_in.args = args
+        return stand_in
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
 
 
-# What training loops save beside the weights.
+# Classes and functions that training loops save beside the weights.
 _STAND_INS = """
     argparse.Namespace
     builtins.getattr
@@ -47,94 +73,116 @@ _STAND_INS = """
 """.split()
 
 
-def read_file(path):
-    """(tensors, format in words, notes) of a file of weights, or of an index of several."""
+def read_file(path: Path) -> Weights:
+    """Read a file of weights, or all files that an index lists.
+
+    Raises:
+        UserError: If a file is missing or damaged, or contains anything but plain tensors.
+    """
     if path.name.endswith(".index.json"):
-        kind = "safetensors" if "safetensors" in path.name else "torch.save"
-        return _sharded(path), f"sharded {kind}", []
-    kind = "safetensors" if path.suffix == ".safetensors" else f"torch.save ({path.name})"
-    return _tensors(path), kind, []
+        file_format = "safetensors" if "safetensors" in path.name else "torch.save"
+        return Weights(_read_shards(path), f"sharded {file_format}", [])
+
+    is_safetensors = path.suffix == ".safetensors"
+    file_format = "safetensors" if is_safetensors else f"torch.save ({path.name})"
+    return Weights(_read_tensors(path), file_format, [])
 
 
-def _tensors(path):
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file."""
     if path.suffix != ".safetensors":
-        return plain_tensors(_state_dict_of(load_torch_file(path), path), path)
+        return plain_tensors(_find_state_dict(load_torch_file(path), path), path)
     try:
         return load_file(path)
-    except Exception as error:  # whatever a damaged file leads to
+    except Exception as error:  # A damaged file can raise any exception.
         raise unreadable(path, error) from None
 
 
-def _sharded(index):
-    """Tensors of all files that an index names."""
+def _read_shards(index: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files that an index lists."""
     weight_map = read_json(index)["weight_map"]
     files = weight_map.values()
-    absent = {repr(name) for name in files if not is_file_in(index.parent, name)}
-    if absent:
-        raise UserError(f"{index} names files that are not beside it: {listed(sorted(absent), 5)}.")
-    tensors = {}
+    missing_files = {repr(name) for name in files if not is_file_in(index.parent, name)}
+    if missing_files:
+        raise UserError(
+            f"the files that {index} lists must be beside it, and these are not: "
+            f"{listed(sorted(missing_files), 5)}."
+        )
+
+    tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(files)):
-        part = _tensors(index.parent / name)
-        if doubled := sorted(tensors.keys() & part.keys()):
-            raise UserError(f"{index.parent} holds tensors in several shards: {listed(doubled)}.")
-        tensors |= part
-    if absent := sorted(weight_map.keys() - tensors.keys()):
-        raise UserError(f"the shards of {index} lack tensors that it names: {listed(absent)}.")
+        shard = _read_tensors(index.parent / name)
+        duplicates = sorted(tensors.keys() & shard.keys())
+        if duplicates:
+            raise UserError(
+                f"{index.parent} contains tensors in several shards: {listed(duplicates)}."
+            )
+        tensors |= shard
+
+    missing = sorted(weight_map.keys() - tensors.keys())
+    if missing:
+        raise UserError(f"the shards of {index} lack tensors that it lists: {listed(missing)}.")
     return tensors
 
 
-def is_file_in(folder, name):
-    """Whether a name that a checkpoint gives is that of a file in its own folder."""
-    is_text = isinstance(name, str) and len(name) < 256 and not set(name) & set("/\\\0")
-    return is_text and (folder / name).is_file()
+def is_file_in(folder: Path, name: object) -> bool:
+    """Return whether a name from an untrusted checkpoint is that of a file in its directory."""
+    is_name = isinstance(name, str) and len(name) < 256 and not set(name) & set("/\\\0")
+    return is_name and (folder / str(name)).is_file()
 
 
-def unreadable(path, error):
-    """The UserError about a file that its reader could not make sense of."""
+def unreadable(path: Path, error: object) -> UserError:
+    """Return the error about a file that cannot be parsed."""
     return UserError(
-        f"{path} cannot be read, it is truncated or not a file of weights ({one_line(error)})."
+        f"{path} cannot be read: it is truncated or not a file of weights ({one_line(error)})."
     )
 
 
-def foreign_class(where, name):
-    """The UserError about a pickle that names a class or function which is not taken from it."""
+def foreign_class(path: str | Path, name: str) -> UserError:
+    """Return the error about a pickle that refers to a class or function that is not allowed."""
     return UserError(
-        f"{where} holds an object of class {name}, which no checkpoint of a NeoBERT needs; nothing "
-        "of it was run or loaded."
+        f"{path} contains an object of class {name}, which is not allowed in a checkpoint. No code "
+        "of the file was executed."
     )
 
 
-def check_archive(file, path):
-    """Raises UserError for what torch does not look for in the zip form of torch.save: compressed
-    numbers where they are mapped, and numbers without the checksum that was saved with them.
+def check_archive(file: Path | IO[bytes], path: str | Path) -> None:
+    """Check the zip archive of torch.save for damage that torch does not notice.
+
+    torch would map compressed values as weights, and it does not compare the checksums.
 
     Args:
-        file: its path, or an open binary file.
-        path: for messages.
+        file: Path of the archive, or an open binary file.
+        path: Path for messages.
+
+    Raises:
+        UserError: If the archive is compressed, or a checksum differs.
     """
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise UserError(
-                f"{path} was packed anew with compression, which is not read: save it with "
+                f"{path} must be an uncompressed archive, got a compressed one. Save it with "
                 "torch.save."
             )
-        # torch.serialization.set_crc32_options(False) leaves all checksums zero.
+        # torch.serialization.set_crc32_options(False) sets all checksums to zero.
         damaged = archive.testzip() if any(entry.CRC for entry in entries) else None
     if damaged:
-        raise UserError(
-            f"{path} is damaged: {damaged} in it does not have the checksum that was saved with it."
-        )
+        raise UserError(f"{path} is damaged: the checksum of {damaged} differs from the saved one.")
 
 
-def load_torch_file(path):
-    """The content of a file of torch.save; its tensors are mapped in the zip form of torch 1.6 and
-    later, and else loaded.
+def load_torch_file(path: Path) -> Any:
+    """Load a file of torch.save without executing code.
+
+    The tensors are memory-mapped if the file has the zip format of torch 1.6 and later.
 
     Raises:
-        UserError: truncated, damaged or foreign, or with an object of an unknown class (named).
+        UserError: If the file is truncated or damaged, or contains an object of a class that is
+            not allowed, which the message names.
     """
-    stand_ins = [(StandIn, name) for name in _STAND_INS]
+    stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+        (StandIn, name) for name in _STAND_INS
+    ]
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
@@ -144,34 +192,38 @@ def load_torch_file(path):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except UserError:
         raise
-    except Exception as error:  # whatever a damaged file leads to
-        if isinstance(error, pickle.UnpicklingError):
-            error = error.__context__ or error  # without torch's advice to read it with code
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise foreign_class(path, named[1]) if named else unreadable(path, error) from None
+    except Exception as error:  # A damaged file can raise any exception.
+        cause: BaseException = error
+        if isinstance(error, pickle.UnpicklingError) and error.__context__:
+            # torch's message advises to load the file with code; its cause does not.
+            cause = error.__context__
+        class_name = re.search(r"GLOBAL (\S+)", str(cause))
+        if class_name:
+            raise foreign_class(path, class_name[1]) from None
+        raise unreadable(path, cause) from None
 
 
-def _state_dict_of(data, path):
-    """The state dict in what a torch file holds: itself, or below a key that training loops use."""
+def _find_state_dict(data: Any, path: Path) -> dict[Any, Any]:
+    """Return the state dict in a loaded file: the data, or a value below a usual key."""
     for _ in range(4):
         if not isinstance(data, dict):
             break
         keys = ("state_dict", "model_state_dict", "model", "module")
-        below = [data[key] for key in keys if isinstance(data.get(key), dict)]
-        if not below and any(isinstance(value, torch.Tensor) for value in data.values()):
+        children = [data[key] for key in keys if isinstance(data.get(key), dict)]
+        if not children and any(isinstance(value, torch.Tensor) for value in data.values()):
             return data
-        data = below[0] if below else None
+        data = children[0] if children else None
     raise UserError(
-        f"{path} holds no state dict: expected a mapping of names to tensors, or one below 'model' "
-        "or 'state_dict'."
+        f"{path} must contain a state dict, that is a mapping of names to tensors, or one below "
+        "the key 'model' or 'state_dict'."
     )
 
 
-def plain_tensors(mapping, path):
-    """{name: tensor} of what a file maps names to, without its other values.
+def plain_tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a mapping by name, without its other values.
 
     Raises:
-        UserError: a tensor that is not plain numbers, as many as the file holds.
+        UserError: If a tensor is not plain, or has more elements than the file has values.
     """
     tensors = {
         name: value.detach()
@@ -181,15 +233,16 @@ def plain_tensors(mapping, path):
     for name, tensor in tensors.items():
         if not _is_plain(tensor):
             raise UserError(
-                f"{path}: {name} is no plain tensor (sparse, nested, quantized, without numbers, "
-                "or with repeated ones); save it as one."
+                f"{name} in {path} must be a plain tensor, got a sparse, nested, quantized, meta "
+                "or expanded one. Save it as a plain tensor."
             )
     return tensors
 
 
-def _is_plain(tensor):
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is dense and its storage contains every element."""
     if type(tensor) is not torch.Tensor or tensor.is_nested or tensor.layout != torch.strided:
         return False
-    # A small file must not become a large one: `expand` repeats numbers.
-    is_whole = tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
-    return is_whole and not (tensor.is_meta or tensor.is_quantized)
+    # `expand` repeats values: a small file must not become a large model.
+    is_complete = tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    return is_complete and not (tensor.is_meta or tensor.is_quantized)

@@ -7,7 +7,7 @@ from typing import Literal
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.options import OptionGroup, OptionParser, option
-from ..conversion.options import HeadName
+from ..conversion.heads import HeadName
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Targets(dict[str, OptionParser]):
 
     def help(self, argv: Sequence[str] = ()) -> str:
         """Return the help of the target in `argv`, or the list of the targets."""
-        for target in self:
+        for target, parser in self.items():
             if target in argv:
-                return self[target].help()
+                return parser.help()
 
         usage = [
             "usage: neobert export TARGET FOLDER OUTPUT [--option VALUE ...]",
@@ -134,12 +134,15 @@ class Targets(dict[str, OptionParser]):
         return "\n".join([*usage, *lines, "", "Example:", f"  {self['gguf'].example}"])
 
     def read(self, argv: Sequence[str]) -> tuple[str, ExportOptions]:
-        """Return the target that `argv` starts with, and its options."""
-        target = argv[0] if argv else None
-        if target not in self:
-            passed = "nothing" if target is None else repr(target)
-            raise UserError(f"TARGET must be one of {', '.join(self)}, got {passed}.")
-        return target, self[target].read(argv[1:])
+        """Return the target that `argv` starts with, and its options.
+
+        Raises:
+            UserError: If there is no such target, or an option is invalid.
+        """
+        if not argv or argv[0] not in self:
+            value = repr(argv[0]) if argv else "nothing"
+            raise UserError(f"TARGET must be one of {', '.join(self)}, got {value}.")
+        return argv[0], self[argv[0]].read(argv[1:])
 
 
 OPTIONS = {

@@ -22,7 +22,7 @@ def _reload_in_a_fork(monkeypatch, reload_in_a_process):
 
     def reload(*arguments):
         if reason := reload_in_fork.reload(*arguments):
-            raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
+            raise UserError(f"the converted folder does not load, so it was discarded: {reason}")
 
     monkeypatch.setattr(verify, "_reload", reload)
 

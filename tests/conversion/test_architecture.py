@@ -44,12 +44,13 @@ def test_tied_decoder(tmp_path, model, tiny_config, without_proof, how):
 
 
 @pytest.mark.parametrize("intermediate_size", [96, 160, 168])
-def test_architecture_from_the_shapes(tmp_path, without_proof, capsys, intermediate_size):
+def test_architecture_from_the_shapes(tmp_path, without_proof, caplog, intermediate_size):
     """A size that needs no rounding is the one to choose."""
+    caplog.set_level("INFO", "neobert")
     sizes = {"vocab_size": 100, "hidden_size": 128, "num_hidden_layers": 2}
     config = NeoBERTConfig(num_attention_heads=2, intermediate_size=intermediate_size, **sizes)
     converted(save(tmp_path / "run", NeoBERTForMaskedLM(config).state_dict()), tmp_path)
-    printed = capsys.readouterr().out
+    printed = caplog.text
     read = NeoBERTConfig.from_pretrained(tmp_path / "out")
     names = (*sizes, "num_attention_heads", "hidden_act", "norm_type", "ffn_inner_size")
     for field in names:
@@ -167,15 +168,20 @@ def unchanged(state):
     "change, fields, options, message",
     [
         (drop("1.wo.", "decoder.bias"), {}, [], r"missing .*: .*1\.wo\.weight, .*decoder.bias"),
-        (drop("model.encoder.weight"), {}, [], "no token embedding"),
-        (drop("transformer_encoder"), {}, [], "no transformer layers"),
-        (drop("ffn"), {}, [], "no feed-forward of a NeoBERT"),
+        (drop("model.encoder.weight"), {}, [], "must contain a token embedding"),
+        (drop("transformer_encoder"), {}, [], "must contain transformer layers"),
+        (drop("ffn"), {}, [], "must contain the feed-forward networks"),
         (drop("decoder.w"), {"tie_word_embeddings": False}, [], "missing tensors: decoder.w"),
         (put("model.x.\x1b[2J", 2), {}, [], r"unexpected tensors: model.x.\\x1b\[2J\."),
         (put(f"module.{WO}", 64, 64), {}, [], r"1\.wo\.weight twice under different"),
         (put(WO, 32, 64), {}, [], r"wrong shape .*wo\.weight is \(32, 64\) instead of \(64, 64\)"),
-        (put(WO, 64, 64, dtype=torch.int8), {}, [], r"dtype that is not converted: .*torch.int8"),
-        (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"{WO} holds numbers that are NaN"),
+        (
+            put(WO, 64, 64, dtype=torch.int8),
+            {},
+            [],
+            r"dtype of weights must be one of .*torch.int8",
+        ),
+        (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"{WO} contains values that are NaN"),
         (put(WO, place=0, value=-1e5), {}, ["--dtype", "float16"], "beyond the range of float16"),
         (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "wrong shape"),
         (unchanged, {"hidden_size": 128}, [], r"is \(200, 64\) instead of \(200, 128"),
@@ -199,10 +205,13 @@ def test_refused(tmp_path, model, tiny_config, change, fields, options, message)
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"num_labels": "many"}, "has 'many' labels"),
-        ({"id2label": {"0": "a", "1": "b"}}, "has 2 labels, but classifier.weight has 3 rows"),
-        ({"id2label": {"0": "x", "1": "y", "3": "z"}}, "should map the numbers from 0 on to names"),
-        ({"id2label": ["x", "y", "z"]}, "should map the numbers from 0 on to names"),
+        ({"num_labels": "many"}, "got 'many' labels"),
+        (
+            {"id2label": {"0": "a", "1": "b"}},
+            "each of the 3 rows of classifier.weight, got 2 labels",
+        ),
+        ({"id2label": {"0": "x", "1": "y", "3": "z"}}, "must map the numbers from 0 on to names"),
+        ({"id2label": ["x", "y", "z"]}, "must map the numbers from 0 on to names"),
     ],
 )
 def test_labels_that_cannot_be(tiny_config, fields, message):

@@ -48,15 +48,15 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     "name, text, message",
     [
         ("a.json", "{", "is not valid JSON"),
-        ("a.yaml", "- 1", "should be a mapping"),
+        ("a.yaml", "- 1", "must be a mapping of names to values, got list"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "is not valid YAML"),
         (
             "a.json",
             '{"model_type": "bert", "hidden_size": 2}',
-            "another model, 'bert'",
+            "must have the model_type neobert, got 'bert'",
         ),
-        ("a.json", '{"color": 2}', "no field of a NeoBERT configuration"),
-        ("a.yaml", "id2label: &a [*a]", "id2label should be a value|is not valid YAML"),
+        ("a.json", '{"color": 2}', "must have a field of a NeoBERT configuration"),
+        ("a.yaml", "id2label: &a [*a]", "id2label in .* must be a value|is not valid YAML"),
     ],
 )
 def test_bad_configurations(tmp_path, name, text, message):

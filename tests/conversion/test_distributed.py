@@ -36,7 +36,7 @@ def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
     shutil.copytree(distributed / "fsdp_all", tmp_path / "cut")
     path = tmp_path / "cut" / part
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(UserError, match="cut cannot be read, it is truncated"):
+    with pytest.raises(UserError, match="cut cannot be read: it is truncated"):
         open_checkpoint(tmp_path / "cut")
     path.unlink()
     with pytest.raises(UserError, match=f"{part} is missing"):
@@ -44,7 +44,7 @@ def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
     (tmp_path / "cut" / ".metadata").write_bytes(
         (distributed / "fsdp_all" / ".metadata").read_bytes()[:500]
     )
-    with pytest.raises(UserError, match="cannot be read, it is truncated"):
+    with pytest.raises(UserError, match="cannot be read: it is truncated"):
         open_checkpoint(tmp_path / "cut")
 
 
@@ -82,7 +82,10 @@ def _placed(**values):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda metadata: _entry(metadata).chunks.pop(), "lacks numbers, or holds NaN, for: .*qkv"),
+        (
+            lambda metadata: _entry(metadata).chunks.pop(),
+            "lacks values, or contains NaN, for: .*qkv",
+        ),
         (_placed(length=300), "cannot be read"),
         (_placed(relative_path="../__0_0.distcp"), "is missing"),
         (_placed(relative_path="/etc/passwd"), "is missing"),

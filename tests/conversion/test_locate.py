@@ -85,7 +85,7 @@ def test_trainer_checkpoint(tmp_path, model):
 
 
 def test_no_checkpoint(tmp_path):
-    for path, words in (("nowhere", "no file "), ("", "holds no checkpoint")):
+    for path, words in (("nowhere", "no file "), ("", "must contain a checkpoint")):
         with pytest.raises(UserError, match=words):
             open_checkpoint(tmp_path / path)
 
@@ -103,13 +103,13 @@ def test_steps(run):
     (run / "model_checkpoints" / "latest").write_text("9\n")
     assert value(run) == 9, "`latest` was not followed"
     assert value(run, 10) == 10
-    with pytest.raises(UserError, match="has no step 3; it has 2, 9, 10"):
+    with pytest.raises(UserError, match="must be one of 2, 9, 10 in .*, got 3"):
         find_step(run, 3)
     (run / "model_checkpoints" / "latest").write_text("11")
-    with pytest.raises(UserError, match="11 is not there, or holds no weights"):
+    with pytest.raises(UserError, match="11 must be a directory with weights"):
         find_step(run)
     (run / "model_checkpoints" / "checkpoint-2").mkdir()
-    with pytest.raises(UserError, match="several folders of step 2"):
+    with pytest.raises(UserError, match="one directory of step 2, got"):
         find_step(run, 2)
 
 
@@ -128,5 +128,5 @@ def test_a_step_in_the_folder_of_a_step(run):
 def test_a_pointer_elsewhere_is_not_followed(run, content):
     torch.save({"encoder.weight": torch.full((1,), -1.0)}, run / "state_dict.pt")
     (run / "model_checkpoints" / "latest").write_text(content)
-    with pytest.raises(UserError, match="the name of a folder beside it"):
+    with pytest.raises(UserError, match="the name of a directory beside it"):
         find_step(run / "model_checkpoints")

@@ -27,7 +27,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeyp
     arguments = ["convert", str(tmp_path / "run\x1b[2J"), str(tmp_path / "out")]
     assert main(arguments) == 2
     sentence = capsys.readouterr().err
-    words = r"neobert convert: .*run\\x1b\[2J/model.safetensors cannot be read, it is trunc.*\n"
+    words = r"neobert convert: .*run\\x1b\[2J/model.safetensors cannot be read: it is trunc.*\n"
     assert re.fullmatch(words, sentence), sentence
     monkeypatch.setenv("NEOBERT_DEBUG", "1")
     assert main(arguments) == 2

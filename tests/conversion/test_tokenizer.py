@@ -65,7 +65,7 @@ def test_which_tokenizer(tmp_path, tokenizer_dir):
     assert find_tokenizer("none", [tmp_path / "run"]) is None
     assert find_tokenizer(str(tokenizer_dir), [tmp_path / "run"]) == tokenizer_dir
     for folder in (tmp_path, tmp_path / "nowhere", "/dev/null"):
-        with pytest.raises(UserError, match="--tokenizer takes a folder"):
+        with pytest.raises(UserError, match="`--tokenizer` must be a directory with"):
             find_tokenizer(str(folder), [])
 
 
@@ -203,5 +203,5 @@ def test_the_proof_catches_another_tokenizer(tokenizer_dir, write, monkeypatch):
         path.write_text(path.read_text().replace('"do_lower_case": true', '"do_lower_case": false'))
 
     monkeypatch.setattr(tokenizer, "_write", spoiled)
-    with pytest.raises(UserError, match="splits text otherwise"):
+    with pytest.raises(UserError, match="splits text differently"):
         write(tokenizer_dir, rows=30522)

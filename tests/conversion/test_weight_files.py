@@ -102,7 +102,7 @@ def test_truncated_anywhere(tmp_path, state, form):
     for length in {*range(0, len(data), max(1, len(data) // 40)), len(data) - 1}:
         (tmp_path / "a.pt").write_bytes(data[:length])
         # in the middle of a name it is another class
-        with pytest.raises(UserError, match="is truncated|holds an object of class"):
+        with pytest.raises(UserError, match="is truncated|contains an object of class"):
             torch_tensors(tmp_path / "a.pt")
 
 
@@ -112,7 +112,7 @@ def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[data.index(weight.numpy().tobytes()) + 101] ^= 4
     (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(UserError, match="a.pt is damaged: a/data/0 in it does not have the check"):
+    with pytest.raises(UserError, match="a.pt is damaged: the checksum of a/data/0 differs"):
         torch_tensors(tmp_path / "a.pt")
 
 
@@ -129,7 +129,7 @@ def test_packed_anew(tmp_path, compression):
     if compression == zipfile.ZIP_STORED:
         assert torch.equal(torch_tensors(path)["a"], torch.arange(1000.0))
     else:
-        with pytest.raises(UserError, match="packed anew with compression"):
+        with pytest.raises(UserError, match="must be an uncompressed archive"):
             torch_tensors(path)
 
 
@@ -143,7 +143,7 @@ TENSORS = {
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_plain_numbers(tmp_path, tensor):
     torch.save({"a": torch.ones(2), "model.x\x1b": tensor()}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match=r"model.x\\x1b is no plain tensor .*; save it as one"):
+    with pytest.raises(UserError, match=r"model.x\\x1b in .* must be a plain tensor, got"):
         torch_tensors(tmp_path / "a.pt")
 
 
@@ -155,7 +155,7 @@ def test_not_a_file_of_weights(tmp_path):
         ("folder", "cannot be read"),
         ("none", "cannot be read"),
         ("text", "cannot be read"),
-        ("list", "holds no state dict"),
+        ("list", "must contain a state dict"),
     ):
         with pytest.raises(UserError, match=message):
             torch_tensors(tmp_path / f"{name}.pt")
@@ -208,7 +208,7 @@ def test_malicious_pickle_does_not_run(tmp_path, kind):
         open_checkpoint(path.parent)
     assert not (tmp_path / "proof").exists(), "code in the checkpoint was run"
     if kind in ("zip", "legacy", "deepspeed", "dcp"):
-        assert re.search(r"class [\w.]*\bsystem, which no checkpoint", str(refusal.value))
+        assert re.search(r"class [\w.]*\bsystem, which is not allowed", str(refusal.value))
     assert len(str(refusal.value).splitlines()) == 1, "more than one sentence"
 
 
@@ -246,7 +246,7 @@ def test_truncated(tmp_path, model, kept):
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
-    with pytest.raises(UserError, match="cannot be read, it is truncated or not a file of weights"):
+    with pytest.raises(UserError, match="cannot be read: it is truncated or not a file of weights"):
         open_checkpoint(tmp_path)
 
 
@@ -259,19 +259,21 @@ def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
         open_checkpoint(tmp_path)
     dropped = sorted(load_file(shards[1]).keys() - content.keys())
     save_file({"other": torch.zeros(1)}, shards[1])
-    with pytest.raises(UserError, match=f"lack tensors .*{dropped[0]}"):
+    with pytest.raises(UserError, match=f"lack tensors that it lists: .*{dropped[0]}"):
         open_checkpoint(tmp_path)
     shards[1].unlink()
-    with pytest.raises(UserError, match=f"files that are not beside it: '{shards[1].name}'"):
+    with pytest.raises(
+        UserError, match=f"must be beside it, and these are not: '{shards[1].name}'"
+    ):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ({"weight_map": {"a": "/etc/passwd"}}, "not beside it: '/etc/passwd'"),
-        ({"weight_map": {"a": "../run/x.safetensors"}}, "not beside it: '../run/x.safetensors'"),
-        ({"weight_map": {"a": "x\x1b[2J"}}, r"not beside it: 'x\\x1b\[2J"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "these are not: '/etc/passwd'"),
+        ({"weight_map": {"a": "../run/x.safetensors"}}, "these are not: '../run/x.safetensors'"),
+        ({"weight_map": {"a": "x\x1b[2J"}}, r"these are not: 'x\\x1b\[2J"),
         ("{", "not valid JSON"),
     ],
 )

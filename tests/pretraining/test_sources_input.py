@@ -21,10 +21,16 @@ BAD = [
         {"max_length": 128, "micro_batch_tokens": 256},
         "`max_length` must be at most 64, the context length of the model, got 128",
     ),
-    ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100 tokens, but the tokenizer has 30,522"),
-    ({"init_from": "{corpus}/nothing"}, "holds no checkpoint"),
+    (
+        {"model_config": '{"vocab_size": 100}'},
+        "vocabulary of 100 tokens, but the tokenizer has 30,522",
+    ),
+    ({"init_from": "{corpus}/nothing"}, "must contain a checkpoint"),
     ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
-    ({"warmup_steps": 50}, "`warmup_steps` must be at least 0 and less than `max_steps`, 8, got 50"),
+    (
+        {"warmup_steps": 50},
+        "`warmup_steps` must be at least 0 and less than `max_steps`, 8, got 50",
+    ),
     (
         {"global_batch_tokens": 1000},
         "`global_batch_tokens` must be a multiple of `micro_batch_tokens` times the number of",
@@ -38,7 +44,7 @@ BAD = [
     ),
     (
         {"init_from": "{corpus}/width", "tokenizer": TOKENIZER},
-        "its config.json cannot be loaded (`hidden_size` must be a positive integer",
+        "cannot be loaded: `hidden_size` must be a positive integer",
     ),
     (
         {"mixture": '{"0": 0.5, "5000": 0.5}'},
@@ -50,8 +56,8 @@ BAD = [
     ),
     ({"eval_strategy": "steps"}, "you didn't pass an `eval_dataset`"),
     ({"output": "{corpus}/train.txt"}, "must not contain each other"),
-    ({"init_from": "{corpus}/raw"}, "holds no checkpoint: expected model.safetensors"),
-    ({"max_length": 2, "streaming": "true"}, "`max_length` on the command line must be"),
+    ({"init_from": "{corpus}/raw"}, "must contain a checkpoint: model.safetensors"),
+    ({"max_length": 2, "streaming": "true"}, "`--max-length` must be an integer, at least 3"),
     ({"validation": "{corpus}/unknown.txt"}, "must contain a token that can be masked"),
 ]
 
@@ -100,7 +106,9 @@ def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypat
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     given = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
     assert pretrain.read_run(given).training.use_cpu
-    with pytest.raises(UserError, match="`bf16` needs an accelerator, and there is none.* Pass --bf16 false"):
+    with pytest.raises(
+        UserError, match="`bf16` needs an accelerator, and there is none.* Pass --bf16 false"
+    ):
         pretrain.read_run([*given, "--bf16"])
     assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
