@@ -1,23 +1,24 @@
-"""Rerankers and classifiers on the CPU: `CrossEncoder.predict`, classification and training steps
-of NeoBERT packed against the same model padded, and against BERT and ModernBERT of its width and
-depth.
+"""Rerankers and classifiers on the CPU: packed NeoBERT, padded NeoBERT, BERT and ModernBERT.
 
-    python -m benchmarks.rerank                              # 6 blocks of 384
+    python -m benchmarks.rerank                              # 6 layers of 384
     python -m benchmarks.rerank --layers 12 --hidden 768 --queries 2 --output PATH
 
-Weights are random, which take the same time. Texts are entries of two dictionaries as they stand:
-WordNet's are alike in length, a few of GCIDE's are long; and texts of one length, on which packing
-can gain nothing. All models see the same tokens, at most 256 of a text or a pair. The clock
-is processor time for one thread, and time on the wall for more.
+The workloads are `CrossEncoder.predict`, classification and training steps. All models have the
+same hidden size and depth and random weights, which do not change the time. The texts are entries
+of two dictionaries: those of WordNet have similar lengths, and some of GCIDE's are long. Texts of
+one length, for which packing cannot be faster, are the third set. All models process the same
+tokens, at most 256 per text or pair. The clock is processor time for one thread, and wall time for
+more threads.
 """
 
 import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -43,16 +44,23 @@ from .local_text import gcide_entries, wordnet_entries, wordnet_sentences
 from .measuring import WORDS, benchmark, equal_texts
 
 
-PACKED, PADDED = "NeoBERT packed", "NeoBERT padded"
-LENGTH, PASSAGES = 256, 20  # tokens of a text or pair at most; passages of a query
+PACKED = "NeoBERT packed"
+PADDED = "NeoBERT padded"
+# Maximum number of tokens per text or pair.
+LENGTH = 256
+# Number of passages per query.
+PASSAGES = 20
 WORKS = {
-    "query": "reranking a query's 20 passages at a time",
+    "query": "reranking the 20 passages of one query at a time",
     "pairs": "reranking all pairs together, which `predict` sorts by length",
-    "texts": "classifying, 32 texts at a time as they come",
-    "sorted": "classifying, 32 texts at a time sorted by length",
-    "train-pairs": "a training step on 16 pairs as they come",
-    "train-sorted": "training steps on 16 texts sorted by length",
+    "texts": "classifying 32 texts at a time in their order",
+    "sorted": "classifying 32 texts at a time, sorted by length",
+    "train-pairs": "one training step on 16 pairs in their order",
+    "train-sorted": "training steps on 16 texts, sorted by length",
 }
+
+# Queries, and `PASSAGES` passages of each.
+TextSet = tuple[list[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -78,134 +86,197 @@ class RerankOptions(OptionGroup):
     threads: Annotated[int, Meta(ge=1)] = option(1, "Number of CPU threads.")
 
 
-def make_models(folder, layers, hidden):
-    """{name: CrossEncoder} with random weights and the packaged tokenizer."""
+def make_models(folder: str, layers: int, hidden: int) -> dict[str, CrossEncoder]:
+    """Return the models with random weights and the bundled tokenizer, {name: model}."""
     torch.manual_seed(0)
-    size = {"hidden_size": hidden, "num_hidden_layers": layers, "num_labels": 1}
-    size |= {"num_attention_heads": hidden // 64, "vocab_size": 30522, "pad_token_id": 0}
-    size |= {"intermediate_size": 4 * hidden, "max_position_embeddings": 512}
-    modern = {**size, "intermediate_size": 3 * hidden // 2}  # ModernBERT base's proportion
-    made = {
-        PACKED: NeoBERTForSequenceClassification(NeoBERTConfig(**size)),
-        "BERT": BertForSequenceClassification(BertConfig(**size)),
-        "ModernBERT": ModernBertForSequenceClassification(ModernBertConfig(**modern)),
+    fields = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_labels": 1,
+        "num_attention_heads": hidden // 64,
+        "vocab_size": 30522,
+        "pad_token_id": 0,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": 512,
     }
+    # The ratio of ModernBERT base.
+    modernbert_fields = {**fields, "intermediate_size": 3 * hidden // 2}
+    neobert = NeoBERTForSequenceClassification(NeoBERTConfig(**fields))
+    weights = {
+        PACKED: neobert,
+        PADDED: neobert,
+        "BERT": BertForSequenceClassification(BertConfig(**fields)),
+        "ModernBERT": ModernBertForSequenceClassification(ModernBertConfig(**modernbert_fields)),
+    }
+
     models = {}
-    for name in (PACKED, PADDED, "BERT", "ModernBERT"):
+    for name, model in weights.items():
         path = str(Path(folder) / name)
-        made.get(name, made[PACKED]).save_pretrained(path)
+        model.save_pretrained(path)
         AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(path)
         models[name] = CrossEncoder(path, max_length=LENGTH, device="cpu")
     models[PADDED].model.config.unpad_inputs = False
     return models
 
 
-def make_texts(count):
-    """{set: (`count` queries, 20 passages of each)}."""
-    draw = random.Random(0)
-    queries = draw.sample([row["text"] for row in wordnet_sentences()], count)
-    texts = {
-        name: (queries, draw.sample([row["text"] for row in entries()], count * PASSAGES))
-        for name, entries in (("WordNet", wordnet_entries), ("GCIDE", gcide_entries))
-    }
-    equal = equal_texts(count * PASSAGES, draw)
-    return texts | {"one length": ([" ".join(WORDS)] * count, equal)}
+def make_texts(count: int) -> dict[str, TextSet]:
+    """Return the sets of texts, {name: (`count` queries, 20 passages of each)}."""
+    generator = random.Random(0)
+    queries = generator.sample([row["text"] for row in wordnet_sentences()], count)
+    sets = {}
+    for name, entries in (("WordNet", wordnet_entries), ("GCIDE", gcide_entries)):
+        passages = generator.sample([row["text"] for row in entries()], count * PASSAGES)
+        sets[name] = (queries, passages)
+    equal = equal_texts(count * PASSAGES, generator)
+    sets["one length"] = ([" ".join(WORDS)] * count, equal)
+    return sets
 
 
-def work_of(name, cross_encoder, queries, passages):
-    """What is timed, a function without arguments."""
-    model, tokenizer = cross_encoder.model, cross_encoder.tokenizer
+def work_of(
+    name: str, cross_encoder: CrossEncoder, queries: list[str], passages: list[str]
+) -> Callable[[], object]:
+    """Return the function to time.
+
+    Args:
+        name: Key of `WORKS`.
+        cross_encoder: Model.
+        queries: N queries.
+        passages: 20 N passages.
+    """
+    model: Any = cross_encoder.model
+    tokenizer: Any = cross_encoder.tokenizer
     pairs = [(queries[i // PASSAGES], passage) for i, passage in enumerate(passages)]
     if name == "query":
         starts = range(0, len(pairs), PASSAGES)
         return lambda: [cross_encoder.predict(pairs[i : i + PASSAGES]) for i in starts]
     if name == "pairs":
         return lambda: cross_encoder.predict(pairs)
-    texts = {"texts": passages, "train-pairs": pairs[:16]}.get(name, sorted(passages, key=len))
-    size = 16 if name.startswith("train") else 32
-    cut = {"padding": True, "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
-    batches = [tokenizer(texts[i : i + size], **cut) for i in range(0, len(texts), size)]
+
+    texts: list[Any] = sorted(passages, key=len)
+    if name == "texts":
+        texts = list(passages)
+    elif name == "train-pairs":
+        texts = list(pairs[:16])
+    is_training = name.startswith("train")
+    size = 16 if is_training else 32
+    batches = [
+        tokenizer(
+            texts[start : start + size],
+            padding=True,
+            truncation=True,
+            max_length=LENGTH,
+            return_tensors="pt",
+        )
+        for start in range(0, len(texts), size)
+    ]
 
     @torch.inference_mode()
-    def classify():
+    def classify() -> None:
         model.eval()
         for batch in batches:
             model(**batch)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
-    def train():
+    def train() -> None:
         model.train()
         for batch in batches:
             model(**batch, labels=torch.ones(len(batch["input_ids"]))).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    return train if name.startswith("train") else classify
+    return train if is_training else classify
 
 
-def measure(given, models, texts):
-    """A row for each set of texts and work: seconds of every model, and their ratios to PACKED."""
+def measure(
+    options: RerankOptions, models: Mapping[str, CrossEncoder], texts: Mapping[str, TextSet]
+) -> list[dict[str, Any]]:
+    """Time every model on every set of texts and workload.
+
+    Returns:
+        One row per set and workload, with the seconds of `PACKED` and the ratios of the other
+        models' times to them.
+    """
+    clock = CLOCKS["processor" if options.threads == 1 else "wall"]
     rows = []
     for name, (queries, passages) in texts.items():
-        found = models[PACKED].tokenizer(passages, truncation=True, max_length=LENGTH)
-        lengths = [len(ids) for ids in found["input_ids"]]
-        for work in given.works:
+        tokenizer: Any = models[PACKED].tokenizer
+        encoded = tokenizer(passages, truncation=True, max_length=LENGTH)
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        percentiles = [int(length) for length in np.percentile(lengths, [5, 50, 95, 100])]
+
+        for work in options.works:
             calls = {key: work_of(work, model, queries, passages) for key, model in models.items()}
-            clock = CLOCKS["processor" if given.threads == 1 else "wall"]
-            timings = in_turns(calls, given.repeats, clock=clock)
-            mine = timings[PACKED].seconds
-            others = {key: ratio(timings[key].seconds, mine) for key in models if key != PACKED}
-            spread = [int(length) for length in np.percentile(lengths, [5, 50, 95, 100])]
-            row = {"texts": name, "tokens_5_50_95_100": spread, "work": work}
-            rows.append({**row, "seconds_packed": mine, "times_as_long": others})
+            timings = in_turns(calls, options.repeats, clock=clock)
+            reference = timings[PACKED].seconds
+            others = {
+                key: ratio(timing.seconds, reference)
+                for key, timing in timings.items()
+                if key != PACKED
+            }
+            rows.append(
+                {
+                    "texts": name,
+                    "tokens_5_50_95_100": percentiles,
+                    "work": work,
+                    "seconds_packed": reference,
+                    "times_as_long": others,
+                }
+            )
             print(name, work, {key: round(value["ratio"], 2) for key, value in others.items()})
     return rows
 
 
-def page(given, rows, difference):
-    """The result in markdown."""
-    clock = "processor time" if given.threads == 1 else "time on the wall"
-    lines = [
-        f"{given.layers} blocks of {given.hidden}, random weights, {clock}: how many times as long "
-        f"as NeoBERT packed the others take, the median of {given.repeats} turns with its "
-        "quartiles. Below 1 packing loses, as it may on texts of one length. A text or a pair has "
-        f"at most {LENGTH} tokens. Logits of NeoBERT packed and padded differ by {difference:.0e} "
-        "of their size at most."
+def page(options: RerankOptions, rows: Sequence[dict[str, Any]], difference: float) -> str:
+    """Return the result as markdown.
+
+    Args:
+        options: Options of the script.
+        rows: Result of `measure`.
+        difference: Largest relative difference between the logits of packed and padded NeoBERT.
+    """
+    clock = "processor time" if options.threads == 1 else "wall time"
+    parts = [
+        f"{options.layers} layers of {options.hidden}, random weights, {clock}. The ratios are "
+        "times divided by the time of packed NeoBERT: the median and the quartiles of "
+        f"{options.repeats} repeats in turns. Below 1 packing is slower, which is possible for "
+        f"texts of one length. A text or pair has at most {LENGTH} tokens. The logits of packed "
+        f"and padded NeoBERT differ by at most {difference:.0e} of their value."
     ]
     others = list(rows[0]["times_as_long"])
     for name in dict.fromkeys(row["texts"] for row in rows):
-        mine = [row for row in rows if row["texts"] == name]
-        low, median, high, longest = mine[0]["tokens_5_50_95_100"]
-        lines += [
-            f"## {name}",
-            f"Texts of {median} tokens in the median, 90 % of {low} to {high}, at most {longest}.",
-        ]
+        set_rows = [row for row in rows if row["texts"] == name]
+        low, median, high, longest = set_rows[0]["tokens_5_50_95_100"]
         cells = []
-        for row in mine:
-            times = [row["times_as_long"][other] for other in others]
-            spreads = [f"{t['ratio']:.2f} ({between(t['quartiles'], '.2f')})" for t in times]
+        for row in set_rows:
+            ratios = [row["times_as_long"][other] for other in others]
+            spreads = [f"{t['ratio']:.2f} ({between(t['quartiles'], '.2f')})" for t in ratios]
             seconds = statistics.median(row["seconds_packed"])
             cells.append([WORKS[row["work"]], f"{seconds:.2f}", *spreads])
-        lines.append(markdown_table(["work", "NeoBERT packed, s", *others], cells))
-    return "\n\n".join(line.strip() for line in lines)
+        parts += [
+            f"## {name}",
+            f"Texts of {median} tokens (median), 90 % of {low} to {high}, at most {longest}.",
+            markdown_table(["Workload", "NeoBERT packed (s)", *others], cells),
+        ]
+    return "\n\n".join(part.strip() for part in parts)
 
 
 @benchmark("Rerankers and classifiers on the CPU", RerankOptions)
-def main(given):
-    """Every set of texts, and what packing changes in the logits."""
-    texts = make_texts(given.queries)
+def main(options: RerankOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure every set of texts, and the effect of packing on the logits."""
+    texts = make_texts(options.queries)
     with tempfile.TemporaryDirectory() as folder:
-        models = make_models(folder, given.layers, given.hidden)
+        models = make_models(folder, options.layers, options.hidden)
+
     queries, passages = texts["GCIDE"]
     pairs = [(queries[0], passage) for passage in passages[:PASSAGES]]
-    logits = [
-        models[name].predict(pairs, activation_fn=torch.nn.Identity()) for name in (PACKED, PADDED)
-    ]
-    difference = float(np.abs(logits[0] / logits[1] - 1).max())
-    rows = measure(given, models, texts)
-    made = {"dtype": "float32", "attention": "sdpa", "machine": "shared with other work"}
-    return {"difference": difference, "rows": rows}, page(given, rows, difference), made
+    packed = models[PACKED].predict(pairs, activation_fn=torch.nn.Identity())
+    padded = models[PADDED].predict(pairs, activation_fn=torch.nn.Identity())
+    difference = float(np.abs(packed / padded - 1).max())
+
+    rows = measure(options, models, texts)
+    recorded = {"dtype": "float32", "attention": "sdpa", "machine": "shared with other work"}
+    return {"difference": difference, "rows": rows}, page(options, rows, difference), recorded
 
 
 if __name__ == "__main__":
