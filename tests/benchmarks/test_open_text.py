@@ -221,7 +221,7 @@ def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
     assert set(milliseconds) == {*encoders, "BM25"} and all(milliseconds.values())
     page = open_text.page(found, {kind: 12 for kind in texts}, milliseconds, "abc")
     assert json.loads(json.dumps(found)) == found and "| mean | 24 |" in page
-    assert "BM25 is above this encoder in" in page
+    assert "BM25 is better than this encoder on" in page
     same = {kind: {"ours": row["ours"], "against": row["ours"]} for kind, row in ranks.items()}
     compared = open_text.figures(open_text.resampled(same), "against")
     assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(compared, "a", "b")
