@@ -1,16 +1,17 @@
-"""The engines that `precisions` compares: each opens a model in one precision and gives mean-pooled
-vectors of tokenised texts.
+"""Engines that `benchmarks.precisions` compares.
 
-Every engine runs at the best setting that its documentation names for throughput; `Engine.how` says
-which. Nothing here is imported by an engine that does not need it.
+An engine opens a model in one precision and computes mean-pooled embeddings of tokenized texts. It
+uses the setting that its documentation recommends for throughput, which `Engine.how` describes. The
+package of an engine is imported when the engine is opened.
 """
 
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,79 +22,110 @@ from neobert.common.packing import compile_blocks, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
-HIDDEN_STATES = ("last_hidden_state", "token_embeddings")  # names in graphs
+# Names of the hidden states in exported graphs.
+HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Texts = Sequence[Sequence[int]]
+Session = Callable[[Texts], np.ndarray]
+# Token ids and mask of a padded batch, int64 (B, L).
+PaddedBatch = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where the models are: a folder with `model/` (a Hub folder of NeoBERT in float32), the peers,
-    and what was exported from `model/`."""
+    """Directory with `model/`, a Hub folder of NeoBERT in float32, and exports of this model."""
 
     folder: Path
 
-    def find(self, name, made_by):
-        """The file `name`.
+    def find(self, name: str, made_by: str) -> Path:
+        """Return the path of a file.
+
+        Args:
+            name: Path relative to the directory.
+            made_by: Instruction that creates the file.
 
         Raises:
-            UserError: it is not there; the sentence says which command makes it.
+            UserError: If the file does not exist. The message contains the instruction.
         """
         if not (self.folder / name).exists():
-            raise UserError(f"there is no {name}; {made_by}")
+            raise UserError(f"there is no {name}. {made_by}")
         return self.folder / name
 
     @property
-    def model(self):
+    def model(self) -> Path:
+        """Directory of the model in float32."""
         return self.folder / "model"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One row of the table.
+    """Engine with one precision, a row of the table.
 
     Attributes:
-        name, precision: of the row.
-        how: the setting, in words.
-        open: function of (files, threads) -> session: a function of a list of lists of token ids,
-            special tokens included, that returns float vectors (texts, D). A session with an
-            attribute `batch` takes that many texts at once; its best value is found by trying.
-            Torch's own threads are set by the caller.
-        size: function of files -> bytes of the model on disk.
+        name: Name of the engine.
+        precision: Name of the precision.
+        how: Description of the settings.
+        open: Function that opens the model for a number of threads and returns a session: a
+            function that returns the embeddings (N, D) of N lists of token ids, special tokens
+            included. If the session has an attribute `batch`, the caller searches for the fastest
+            batch size. The caller sets the number of torch's threads.
+        size: Function that returns the size of the model on disk in bytes.
     """
 
     name: str
     precision: str
     how: str
-    open: Callable
-    size: Callable
+    open: Callable[[Files, int], Any]
+    size: Callable[[Files], int]
 
 
 # ------------------------------------------------------------------------------------------------
 # torch
 
 
-def torch_engine(name, precision, how, load, size, compiled):
-    """NeoBERT that `load(files)` returns, all texts packed into one row."""
+def torch_engine(
+    name: str,
+    precision: str,
+    how: str,
+    load: Callable[[Files], Any],
+    size: Callable[[Files], int],
+    compiled: bool,
+) -> Engine:
+    """Return an engine that runs NeoBERT on one packed batch.
 
-    def open_session(files, threads):
+    Args:
+        name: Name of the engine.
+        precision: Name of the precision.
+        how: Description of the settings.
+        load: Function that returns the model.
+        size: Function that returns the size of the model.
+        compiled: Whether every block is compiled.
+    """
+
+    def open_session(files: Files, threads: int) -> Session:
         model = compile_blocks(load(files)) if compiled else load(files)
 
         @torch.inference_mode()
-        def session(texts):
+        def session(texts: Texts) -> np.ndarray:
             packed = pack(texts)
             means = Packing(packed["cu_seq_lens_q"], None).means
             return means(model(**packed)[0].float()).numpy()
 
         return session
 
-    name, blocks = (f"{name}, compiled", ", blocks compiled") if compiled else (name, "")
-    return Engine(name, precision, f"{how}, texts packed{blocks}", open_session, size)
+    how = f"{how}, texts packed"
+    if compiled:
+        name = f"{name}, compiled"
+        how = f"{how}, blocks compiled"
+    return Engine(name, precision, how, open_session, size)
 
 
-def torch_float_engine(precision, compiled=False):
+def torch_float_engine(precision: str, compiled: bool = False) -> Engine:
+    """Return the engine of torch with a floating-point type."""
     dtype = DTYPES[precision]
 
-    def size(files):
+    def size(files: Files) -> int:
         weights = sum(path.stat().st_size for path in files.model.glob("*.safetensors"))
         return weights * dtype.itemsize // 4
 
@@ -103,12 +135,21 @@ def torch_float_engine(precision, compiled=False):
     )
 
 
-def torch_int8_engine(name, how, quantize, compiled=False):
-    """Its linear layers are quantized by `quantize(model)`, which returns the model."""
+def torch_int8_engine(
+    name: str, how: str, quantize: Callable[[Any], Any], compiled: bool = False
+) -> Engine:
+    """Return an engine with int8 linear layers.
 
-    def size(files):
-        # One byte a weight of a linear layer, four of everything else; scales are a thousandth of
-        # that.
+    Args:
+        name: Name of the engine.
+        how: Description of the settings.
+        quantize: Function that quantizes a model and returns it.
+        compiled: Whether every block is compiled.
+    """
+
+    def size(files: Files) -> int:
+        # One byte per weight of a linear layer, and four per other parameter. The scales take a
+        # thousandth of that.
         model = _neobert(files, torch.float32)
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
@@ -118,7 +159,7 @@ def torch_int8_engine(name, how, quantize, compiled=False):
     )
 
 
-def _neobert(files, dtype):
+def _neobert(files: Files, dtype: torch.dtype) -> Any:
     from neobert.modeling_neobert import NeoBERTModel
 
     model = NeoBERTModel.from_pretrained(
@@ -128,15 +169,18 @@ def _neobert(files, dtype):
     return model
 
 
-def _ours(model):
+def _ours(model: Any) -> Any:
     from neobert.quantization.int8 import quantize_int8
 
     return quantize_int8(model, even_if_slow=True)
 
 
-def _torchao(model):
-    """With what its fused path wants of a compiler: constant weights, and without AMX an import
-    that registers its patterns."""
+def _torchao(model: Any) -> Any:
+    """Quantize a model with torchao.
+
+    The fused kernels need constant weights in the compiler, and on CPUs without AMX an import that
+    registers their patterns.
+    """
     require("int8", "torchao")
     import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
@@ -146,8 +190,8 @@ def _torchao(model):
     return model
 
 
-def _size(path):
-    """Bytes of a file and of those beside it that hold its weights: NAME.bin, NAME.onnx_data."""
+def _size(path: Path) -> int:
+    """Return the size of a file and of the files with its weights: NAME.bin, NAME.onnx_data."""
     return sum(other.stat().st_size for other in path.parent.glob(f"{path.stem}.*"))
 
 
@@ -156,45 +200,51 @@ def _size(path):
 
 
 class Padded:
-    """Texts sorted by length in padded batches of `batch`.
+    """Session that sorts texts by length and pads them to batches.
 
     Args:
-        forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last
-            hidden states, (B, L, D) each.
+        forward: Function that returns the last hidden states (B, L, D) of every batch.
+
+    Attributes:
+        batch: Batch size.
     """
 
     batch = 8
 
-    def __init__(self, forward):
+    def __init__(self, forward: Callable[[list[PaddedBatch]], Iterable[np.ndarray]]) -> None:
         self.forward = forward
 
-    def __call__(self, texts):
+    def __call__(self, texts: Texts) -> np.ndarray:
+        """Return the embeddings (N, D) of N lists of token ids."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         chunks = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
         batches = []
         for chunk in chunks:
-            ids = np.zeros((len(chunk), max(len(texts[i]) for i in chunk)), np.int64)
-            for place, i in enumerate(chunk):
-                ids[place, : len(texts[i])] = texts[i]
             lengths = np.array([len(texts[i]) for i in chunk])
+            ids = np.zeros((len(chunk), lengths.max()), np.int64)
+            for row, i in enumerate(chunk):
+                ids[row, : len(texts[i])] = texts[i]
             batches.append((ids, (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)))
-        vectors = [None] * len(texts)
+
+        embeddings: list[Any] = [None] * len(texts)
         for chunk, (_, mask), hidden in zip(chunks, batches, self.forward(batches)):
             means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
-            for place, i in enumerate(chunk):
-                vectors[i] = means[place]
-        return np.stack(vectors).astype(np.float32)
+            for row, i in enumerate(chunk):
+                embeddings[i] = means[row]
+        return np.stack(embeddings).astype(np.float32)
 
 
-def onnx_engine(precision, file):
-    made_by = "make it by: neobert export onnx FILES/model FILES/onnx --precisions fp32 int8"
+def onnx_engine(precision: str, file: str) -> Engine:
+    """Return the engine of ONNX Runtime for an exported graph."""
+    made_by = "Run `neobert export onnx FILES/model FILES/onnx --precisions fp32 int8`."
 
-    def open_session(files, threads):
+    def open_session(files: Files, threads: int) -> Padded:
         require("onnx", "onnxruntime")
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         session = onnxruntime.InferenceSession(
             str(files.find(file, made_by)), options, providers=["CPUExecutionProvider"]
@@ -203,7 +253,7 @@ def onnx_engine(precision, file):
         known = [name for name in names_of_outputs if name in HIDDEN_STATES]
         output = (known or names_of_outputs)[0]
 
-        def forward(batches):
+        def forward(batches: list[PaddedBatch]) -> list[np.ndarray]:
             return [
                 session.run([output], {"input_ids": ids, "attention_mask": mask})[0]
                 for ids, mask in batches
@@ -221,12 +271,17 @@ def onnx_engine(precision, file):
     )
 
 
-def openvino_engine(precision, hint, file):
-    made_by = (
-        "make it by: neobert export openvino FILES/model FILES/openvino --precisions fp32 int8"
-    )
+def openvino_engine(precision: str, hint: str, file: str) -> Engine:
+    """Return the engine of OpenVINO for an exported graph.
 
-    def open_session(files, threads):
+    Args:
+        precision: Name of the precision.
+        hint: Inference precision hint, "f32", "bf16" or "f16".
+        file: Path of the graph in FILES.
+    """
+    made_by = "Run `neobert export openvino FILES/model FILES/openvino --precisions fp32 int8`."
+
+    def open_session(files: Files, threads: int) -> Padded:
         require("openvino", "openvino")
         import openvino
 
@@ -245,7 +300,7 @@ def openvino_engine(precision, hint, file):
             for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
         ]
 
-        def forward(batches):
+        def forward(batches: list[PaddedBatch]) -> list[np.ndarray]:
             hidden = []
             for start in range(0, len(batches), len(requests)):
                 running = list(zip(requests, batches[start : start + len(requests)]))
@@ -276,20 +331,25 @@ def openvino_engine(precision, hint, file):
 
 
 class Llama:
-    """llama.cpp in a process of node: one line of JSON in, one out.
+    """Session of llama.cpp in a process of node, which reads and writes lines of JSON.
 
     Args:
-        modules: folder node_modules with node-llama-cpp.
+        modules: Directory node_modules with node-llama-cpp.
         model: GGUF file.
-        threads: that compute.
-        pooling: number of a GGUF pooling type in place of the file's own.
+        threads: Number of threads.
+        pooling: Number of a GGUF pooling type, by default that of the file.
 
     Attributes:
-        extra_bytes: peak memory of that process beyond what it held before the model was loaded.
+        extra_bytes: Peak memory of the process beyond the memory before the model was loaded.
         seconds: CPU seconds of the last call.
     """
 
-    def __init__(self, modules, model, threads, pooling=None):
+    extra_bytes = 0
+    seconds = 0.0
+
+    def __init__(
+        self, modules: str | Path, model: str | Path, threads: int, pooling: int | None = None
+    ) -> None:
         script = Path(__file__).with_name("llama.mjs")
         more = [] if pooling is None else [str(int(pooling))]
         self.process = subprocess.Popen(
@@ -300,34 +360,41 @@ class Llama:
         )
         self._read()
 
-    def _read(self):
-        # What the engine itself prints is not ours.
-        for line in self.process.stdout:
+    def _read(self) -> dict[str, Any]:
+        """Return the next answer. Other lines are messages of llama.cpp."""
+        output: Any = self.process.stdout
+        for line in output:
             if line.startswith("{"):
                 return json.loads(line)
-        raise UserError(f"node ended with exit code {self.process.wait()}, see above")
+        raise UserError(f"node ended with exit code {self.process.wait()}, see above.")
 
-    def __call__(self, texts):
-        self.process.stdin.write(json.dumps(texts) + "\n")
-        self.process.stdin.flush()
+    def __call__(self, texts: Texts) -> np.ndarray:
+        """Return the embeddings (N, D) of N lists of token ids."""
+        process_input: Any = self.process.stdin
+        process_input.write(json.dumps(texts) + "\n")
+        process_input.flush()
         answer = self._read()
-        self.extra_bytes, self.seconds = answer["bytes"], answer["seconds"]
+        self.extra_bytes = answer["bytes"]
+        self.seconds = answer["seconds"]
         return np.array(answer["vectors"], np.float32)
 
-    def close(self):
-        self.process.stdin.close()
+    def close(self) -> None:
+        """End the process."""
+        process_input: Any = self.process.stdin
+        process_input.close()
         self.process.wait(30)
 
 
-def llama_engine(precision, file):
-    made_by = f"make it by: neobert export gguf FILES/model FILES/{file} --dtype {precision}"
+def llama_engine(precision: str, file: str) -> Engine:
+    """Return the engine of llama.cpp for an exported GGUF file."""
+    made_by = f"Run `neobert export gguf FILES/model FILES/{file} --dtype {precision}`."
 
-    def open_session(files, threads):
+    def open_session(files: Files, threads: int) -> Llama:
         if shutil.which("node") is None:
-            raise UserError("node is not installed; llama.cpp runs in it")
+            raise UserError("node is not installed. llama.cpp runs in node.")
         modules = files.find(
             "node/node_modules",
-            "in FILES/node: npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64",
+            "Run `npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64` in FILES/node.",
         )
         return Llama(modules, files.find(file, made_by), threads)
 
