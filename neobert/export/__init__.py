@@ -1,1 +1,1 @@
-"""Hub folder to other engines: `neobert export gguf | onnx | openvino`; see docs/serving.md."""
+"""Export of Hub folders to other engines: `neobert export gguf|onnx|openvino` (docs/serving.md)."""

@@ -1,15 +1,25 @@
-"""The proof of an export: its outputs on texts of many lengths are those of torch in float32, or it
-is not kept."""
+"""Comparison of an exported model with torch.
 
+The outputs of the engine on texts of many lengths are compared with those of torch in float32. A
+model that differs too much is discarded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError
+from .source import SourceModel
 
 
-# English of several kinds, as it is written; longer texts are made of several of them.
+# Function of input_ids and attention_mask, int64 tensors of shape (B, L), that returns the outputs
+# of an engine by name, as arrays or tensors.
+Runner = Callable[[torch.Tensor, torch.Tensor], Mapping[str, Any]]
+
+# English sentences of several kinds. Longer texts are composed of several of them.
 SENTENCES = (
     "Rain.",
     "Where can I borrow books?",
@@ -30,196 +40,275 @@ SENTENCES = (
     "He had never seen the sea before, and he stood there for a long time without saying a word.",
     "Error 404: the page that you asked for does not exist on this server.",
 )
-# Tokens of the texts that are compared, special tokens apart: 1 and 2, around a power of two, and
-# long ones.
+
+# Lengths of the compared texts in tokens, without special tokens: very short ones, some around
+# powers of two, and long ones.
 _LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 62, 90, 127, 200)
 _LONG = 510
-# Outputs with fewer numbers a token have too few values for a cosine per token: one flattened
-# vector per text is compared.
-_FEW = 16
+# An output with fewer values per token has no meaningful cosine per token. The values of a text are
+# compared as one vector then.
+_MIN_VALUES_PER_TOKEN = 16
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """How near an engine is to torch.
+class EngineAgreement:
+    """Similarity of an engine's outputs to those of torch.
 
     Attributes:
-        token: worst cosine between the vectors (hidden states or masked-LM logits) of a real token;
-            None where tokens have none.
-        pooled: worst cosine between the vectors of a text: pooled as the folder says, else the mean
-            of its real tokens; for heads, its logits.
+        token: Smallest cosine similarity of the vectors (hidden states or masked-LM logits) of a
+            non-padding token, or None if the tokens have no vectors.
+        pooled: Smallest cosine similarity of the vectors of a text: the pooled hidden states, or
+            the logits of a head. Without a pooling module the hidden states are averaged.
     """
 
     token: float | None
     pooled: float
 
-    def __str__(self):
+    def __str__(self) -> str:
+        """Return both similarities in words."""
         token = "" if self.token is None else f"worst token cosine {self.token:.6f}, "
         return f"{token}worst pooled cosine {self.pooled:.6f}"
 
-    def check(self, what, token, pooled):
-        """Raises UserError if a cosine is below its bound, or not a number."""
-        for name, value, bound in (("token", self.token, token), ("pooled", self.pooled, pooled)):
+    def check(self, name: str, token: float, pooled: float) -> None:
+        """Check that both similarities reach their bounds.
+
+        Args:
+            name: Name of the model, for the message.
+            token: Bound of `self.token`.
+            pooled: Bound of `self.pooled`.
+
+        Raises:
+            UserError: If a similarity is below its bound, or NaN.
+        """
+        for kind, value, bound in (("token", self.token, token), ("pooled", self.pooled, pooled)):
+            # The comparison is also false if the value is NaN.
             if value is not None and not value >= bound:
                 raise UserError(
-                    f"{what}: the worst {name} cosine to torch is {value:.6f}, below {bound}, so "
-                    "it was not kept"
+                    f"{name}: the worst {kind} cosine to torch must be at least {bound}, got "
+                    f"{value:.6f}. The export was discarded."
                 )
 
 
 @dataclass(frozen=True)
-class Precision:
-    """A precision of `--precisions`.
+class GraphFile:
+    """Entry of export.json about an exported file.
 
     Attributes:
-        file: name of the model, as those who read the folder expect it.
-        token, pooled: bounds of the worst cosines to torch.
+        precision: Value of `--precisions`.
+        token: As in `EngineAgreement`.
+        pooled: As in `EngineAgreement`.
+        external_data: Whether the weights are in another file; None if the format has no such file.
+    """
+
+    precision: str
+    token: float | None
+    pooled: float
+    external_data: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as it is written."""
+        entry: dict[str, Any] = {
+            "precision": self.precision,
+            "token": self.token,
+            "pooled": self.pooled,
+        }
+        if self.external_data is not None:
+            entry["external_data"] = self.external_data
+        return entry
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Value of `--precisions`.
+
+    Attributes:
+        file: Name of the file, as the programs that read the folder expect it.
+        token: Bound of the worst token cosine.
+        pooled: Bound of the worst pooled cosine.
     """
 
     file: str
     token: float
     pooled: float
 
-    def prove(self, what, reference, run, written):
-        """Compares what was written with torch and prints one line.
+    def verify(
+        self, name: str, engine: str, reference: "Reference", run: Runner, summary: str
+    ) -> GraphFile:
+        """Compare an exported model with torch, and print one line about it.
 
         Args:
-            what: "fp16 in ONNX Runtime" for example.
-            reference: Reference.
-            run: as in `Reference.agreement`.
-            written: name and size of the file, for the line.
+            name: Name of the precision.
+            engine: Name of the engine.
+            reference: Outputs of torch.
+            run: Function that runs the engine.
+            summary: Name and size of the file, for the line.
+
         Returns:
-            the entry of export.json.
+            The entry of export.json.
+
         Raises:
-            UserError: it is not near enough.
+            UserError: If the model differs too much.
         """
-        name, agreement = what.split()[0], reference.agreement(run, what)
-        tqdm.write(f"{name:<5} {written}  {agreement}")
-        agreement.check(what, self.token, self.pooled)
-        return {"precision": name, "token": agreement.token, "pooled": agreement.pooled}
+        title = f"{name} in {engine}"
+        agreement = reference.agreement(run, title)
+        tqdm.write(f"{name:<5} {summary}  {agreement}")
+        agreement.check(title, self.token, self.pooled)
+        return GraphFile(name, agreement.token, agreement.pooled)
 
 
 class Reference:
-    """What torch answers, in float32, to texts of 3 to 512 tokens (or as many as the model takes),
-    alone and in right-padded batches.
+    """Outputs of torch in float32 for texts of 3 to 512 tokens, single and in right-padded batches.
+
+    Texts that are longer than the model allows are left out.
 
     Attributes:
-        batches: list of (input_ids, attention_mask), int64 tensors (B, L).
+        batches: Pairs of input_ids and attention_mask, int64 tensors of shape (B, L).
     """
 
-    def __init__(self, source):
+    def __init__(self, source: SourceModel) -> None:
         self._source = source
         self.batches = list(_batches(source))
+        self._expected = []
         with torch.inference_mode():
-            outputs = [self._source.model(ids, attention_mask=mask) for ids, mask in self.batches]
-        self._expected = [
-            {k: v.float() for k, v in found.items() if torch.is_tensor(v)} for found in outputs
-        ]
+            for input_ids, attention_mask in self.batches:
+                outputs = source.model(input_ids, attention_mask=attention_mask)
+                self._expected.append(
+                    {name: x.float() for name, x in outputs.items() if torch.is_tensor(x)}
+                )
 
-    def agreement(self, run, what="comparing"):
-        """Compares an engine with torch.
+    def agreement(self, run: Runner, title: str = "comparing") -> EngineAgreement:
+        """Compare an engine with torch.
 
         Args:
-            run: function of (input_ids, attention_mask), int64 tensors (B, L), that returns a
-                mapping of output names to arrays or tensors: "last_hidden_state" (B, L, D) or
-                "logits" or "start_logits" and "end_logits" as torch has them, and also
-                "sentence_embedding" (B, D) where the engine pools itself.
-            what: for the progress bar.
-        """
-        tokens, pooled, rows = [], [], []
-        for (ids, mask), expected in zip(
-            tqdm(self.batches, desc=what, leave=False, disable=None), self._expected
-        ):
-            given = {name: torch.as_tensor(value).float() for name, value in run(ids, mask).items()}
-            for name, values in expected.items():
-                _check_shape(what, name, given.get(name), values)
-                if values.dim() == 2 and name == "logits":  # of texts
-                    rows.append((given[name], values))
-                    continue
-                real = mask.bool()
-                if values.dim() == 3 and values.shape[-1] >= _FEW:
-                    tokens.append(_cosine(given[name][real], values[real]))
-                if name == "last_hidden_state":
-                    pooled += self._pooled(given, values, mask)
-                else:
-                    pooled += [
-                        _cosine(a[m].flatten(), b[m].flatten())
-                        for a, b, m in zip(given[name], values, real)
-                    ]
-        if rows:  # few numbers a text: all texts are one vector
-            pooled.append(_cosine(*(torch.cat(side).flatten() for side in zip(*rows))))
-        return Agreement(_worst(tokens) if tokens else None, _worst(pooled))
+            run: Function that runs the engine. It returns the outputs of torch:
+                "last_hidden_state" (B, L, D), "logits", or "start_logits" and "end_logits"; also
+                "sentence_embedding" (B, D) if the engine pools.
+            title: Title of the progress bar, and name of the model in messages.
 
-    def _pooled(self, given, hidden, mask):
-        """Cosines of the pooled vectors: that of the engine itself if it has one, and the one that
-        readers make of its hidden states."""
+        Raises:
+            UserError: If an output is missing, or has another shape.
+        """
+        tokens: list[torch.Tensor] = []
+        pooled: list[torch.Tensor] = []
+        actual_rows: list[torch.Tensor] = []
+        expected_rows: list[torch.Tensor] = []
+        progress = tqdm(self.batches, desc=title, leave=False, disable=None)
+        for (input_ids, attention_mask), expected in zip(progress, self._expected):
+            outputs = {
+                name: torch.as_tensor(value).float()
+                for name, value in run(input_ids, attention_mask).items()
+            }
+            mask = attention_mask.bool()
+            for name, values in expected.items():
+                _check_shape(title, name, outputs.get(name), values)
+                actual = outputs[name]
+                if values.dim() == 2 and name == "logits":
+                    # A text has few logits. Those of all texts are compared as one vector below.
+                    actual_rows.append(actual)
+                    expected_rows.append(values)
+                    continue
+
+                if values.dim() == 3 and values.shape[-1] >= _MIN_VALUES_PER_TOKEN:
+                    tokens.append(_cosine(actual[mask], values[mask]))
+                if name == "last_hidden_state":
+                    pooled += self._pooled_cosines(outputs, values, attention_mask)
+                else:
+                    for x, y, row_mask in zip(actual, values, mask):
+                        pooled.append(_cosine(x[row_mask].flatten(), y[row_mask].flatten()))
+
+        if actual_rows:
+            all_rows = torch.cat(actual_rows).flatten()
+            pooled.append(_cosine(all_rows, torch.cat(expected_rows).flatten()))
+        return EngineAgreement(_worst(tokens) if tokens else None, _worst(pooled))
+
+    def _pooled_cosines(
+        self, outputs: Mapping[str, torch.Tensor], hidden: torch.Tensor, mask: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the cosines of the pooled vectors.
+
+        The hidden states of the engine are pooled here; an output of pooled vectors is compared
+        too.
+        """
         pooling = self._source.pooling or _mean
         expected = pooling(hidden, mask)
-        found = [_cosine(pooling(given["last_hidden_state"], mask), expected)]
-        if "sentence_embedding" in given:
-            found.append(_cosine(given["sentence_embedding"], expected))
-        return found
+        cosines = [_cosine(pooling(outputs["last_hidden_state"], mask), expected)]
+        if "sentence_embedding" in outputs:
+            cosines.append(_cosine(outputs["sentence_embedding"], expected))
+        return cosines
 
 
-def _mean(hidden, mask):
-    """Mean of the real tokens, (B, D)."""
+def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the non-padding tokens, (B, L, D) -> (B, D)."""
     mask = mask[..., None]
     return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
 
 
-def _check_shape(what, name, given, expected):
-    if given is None or given.shape != expected.shape:
-        shape = "nothing" if given is None else f"{tuple(given.shape)}"
+def _check_shape(
+    title: str, name: str, actual: torch.Tensor | None, expected: torch.Tensor
+) -> None:
+    """Check that an engine returned an output of the right shape.
+
+    Raises:
+        UserError: If it did not.
+    """
+    if actual is None or actual.shape != expected.shape:
+        shape = "nothing" if actual is None else f"{tuple(actual.shape)}"
         raise UserError(
-            f"{what}: the output {name} should be {tuple(expected.shape)}, but is {shape}, so it "
-            "was not kept"
+            f"{title}: the output {name} must have the shape {tuple(expected.shape)}, got {shape}. "
+            "The export was discarded."
         )
 
 
-def _cosine(a, b):
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the cosine similarities of the last dimension in float64."""
     return torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)
 
 
-def _worst(cosines):
-    """The smallest of all, as a number; NaN if there is one."""
+def _worst(cosines: Sequence[torch.Tensor]) -> float:
+    """Return the smallest of all values, or NaN if one is NaN."""
     return torch.cat([cosine.flatten() for cosine in cosines]).min().item()
 
 
-def make_texts(source, lengths, first=0):
-    """Token ids, with special tokens, of one text for each length (special tokens apart): sentences
-    one after another, cut there.
+def make_texts(source: SourceModel, lengths: Sequence[int], first: int = 0) -> Iterator[list[int]]:
+    """Yield the token ids of one text per length, with special tokens.
+
+    Each text consists of consecutive sentences and is truncated to its length.
 
     Args:
-        source: Source.
-        lengths: in tokens; longer than the model takes are left out.
-        first: sentence to begin with, so that other texts can be had.
+        source: Model and tokenizer.
+        lengths: Sequence lengths without special tokens. Lengths beyond the model's are skipped.
+        first: Number of the first sentence of the first text.
     """
     extra = source.tokenizer.num_special_tokens_to_add()
-    for place, length in enumerate(lengths):
-        if length + extra <= source.max_length:
-            start = (first + place) % len(SENTENCES)
-            # Every sentence has a token or more.
-            text = " ".join(
-                (SENTENCES[start:] + SENTENCES[:start]) * (length // len(SENTENCES) + 1)
-            )
-            yield source.tokenizer(text, truncation=True, max_length=length + extra)["input_ids"]
+    for number, length in enumerate(lengths):
+        if length + extra > source.max_length:
+            continue
+        start = (first + number) % len(SENTENCES)
+        # Every sentence has at least one token, so this text has at least `length` tokens.
+        rotated = SENTENCES[start:] + SENTENCES[:start]
+        text = " ".join(rotated * (length // len(SENTENCES) + 1))
+        yield source.tokenizer(text, truncation=True, max_length=length + extra)["input_ids"]
 
 
-def padded(texts, padding):
-    """(input_ids, attention_mask), int64 (B, L), of lists of ids, padded on the right."""
-    mask = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-    ids = torch.full_like(mask, padding)
+def pad_right(texts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lists of token ids as input_ids and attention_mask, int64 of shape (B, L)."""
+    attention_mask = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+    input_ids = torch.full_like(attention_mask, pad_id)
     for row, text in enumerate(texts):
-        ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
-    return ids, mask
+        input_ids[row, : len(text)] = torch.tensor(text)
+        attention_mask[row, : len(text)] = 1
+    return input_ids, attention_mask
 
 
-def _batches(source):
-    """The batches of `Reference`: lengths mixed, so that every batch has padding; then the longest
-    text alone."""
+def _batches(source: SourceModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the batches of `Reference`.
+
+    The lengths are mixed, so that every batch contains padding. The longest text is a batch of its
+    own.
+    """
     longest = min(_LONG, source.max_length - source.tokenizer.num_special_tokens_to_add())
     texts = list(make_texts(source, _LENGTHS))
-    padding = source.config.pad_token_id or 0
+    pad_id = source.config.pad_token_id or 0
     for start in range(2):
-        yield padded(texts[start::2], padding)
-    yield padded(list(make_texts(source, [longest], first=7)), padding)
+        yield pad_right(texts[start::2], pad_id)
+    yield pad_right(list(make_texts(source, [longest], first=7)), pad_id)

@@ -4,8 +4,10 @@ The output is compared with torch before it appears, complete or not at all.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..common.errors import require
 from ..common.options import log_options
@@ -13,13 +15,29 @@ from .options import OPTIONS
 from .source import open_source
 
 
-# {target: (module, (extra of setup.cfg, modules that it installs))}
-# A module has `check_output(options)`, which refuses an output before any work, and
-# `export(source, options)`, which writes it. Both raise UserError.
+logger = logging.getLogger("neobert.export")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target of an export.
+
+    Attributes:
+        module: Module of this room. It has `check_output(options)`, which checks OUTPUT before any
+            work, and `export(source, options)`, which writes it. Both raise UserError.
+        extra: Extra of the package that installs the dependencies.
+        packages: Modules that must be installed.
+    """
+
+    module: str
+    extra: str
+    packages: tuple[str, ...]
+
+
 TARGETS = {
-    "gguf": ("gguf", ("gguf", "gguf")),
-    "onnx": ("onnx", ("onnx", "onnx", "onnxruntime", "onnxscript")),
-    "openvino": ("openvino", ("openvino", "openvino")),
+    "gguf": Target("gguf", "gguf", ("gguf",)),
+    "onnx": Target("onnx", "onnx", ("onnx", "onnxruntime", "onnxscript")),
+    "openvino": Target("openvino", "openvino", ("openvino",)),
 }
 
 
@@ -30,13 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: If an option is invalid or the model cannot be exported.
         ImportError: If a package of the target is not installed.
     """
-    target, options = OPTIONS["export"].read(sys.argv[1:] if argv is None else argv)
-    name, needs = TARGETS[target]
-    require(*needs)
-    module = importlib.import_module(f".{name}", __package__)
+    name, options = OPTIONS["export"].read(sys.argv[1:] if argv is None else argv)
+    target = TARGETS[name]
+    require(target.extra, *target.packages)
+    module = importlib.import_module(f".{target.module}", __package__)
+
     log_options(options)
     module.check_output(options)
     with open_source(options.model, options.card) as source:
-        print(source.describe(), flush=True)
+        logger.info("%s", source.describe())
         module.export(source, options)
     return 0

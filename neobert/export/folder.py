@@ -1,9 +1,13 @@
-"""Export folders: graphs and the files that transformers.js, Text Embeddings Inference, fastembed
-and sentence-transformers read beside them."""
+"""Export folders.
+
+A folder contains graphs, and the files that transformers.js, Text Embeddings Inference, fastembed
+and sentence-transformers read beside them.
+"""
 
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,25 @@ from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.identity import model_digest
 from ..common.loading import copy_code
 from ..common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
-from .model_card import card
+from .check import GraphFile
+from .model_card import build_card
 from .options import OnnxOptions, OpenvinoOptions
-from .source import Source
+from .source import SourceModel
+
+
+@dataclass
+class NewExport:
+    """Export folder that is being written.
+
+    Attributes:
+        folder: Directory of the graphs.
+        files: Exported graphs by the name of the file without its suffix. The caller adds them.
+        settings: Further fields of export.json.
+    """
+
+    folder: Path
+    files: dict[str, GraphFile] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def check_output(options: OnnxOptions | OpenvinoOptions) -> None:
@@ -31,7 +51,7 @@ def check_output(options: OnnxOptions | OpenvinoOptions) -> None:
 
 
 @contextlib.contextmanager
-def new_export(source: Source, output: str, target: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExport]:
     """Write an export folder, which appears at `output` when it is complete.
 
     Args:
@@ -40,38 +60,45 @@ def new_export(source: Source, output: str, target: str) -> Iterator[tuple[Path,
         target: Subdirectory of the graphs, "onnx" or "openvino".
 
     Yields:
-        Path of the subdirectory, and the content of export.json, which the caller completes.
+        The folder, to which the caller adds the graphs.
     """
-    report = {
-        "target": target,
-        "model_digest": model_digest(source.folder),
-        "head": source.head.option,
-        "files": {},
-    }
+    digest = model_digest(source.folder)
     with new_folder(output) as folder:
-        (folder / target).mkdir()
+        export = NewExport(folder / target)
+        export.folder.mkdir()
         _write_common(folder, source)
-        yield folder / target, report
-        write_json(folder / "config.json", _config(source, report["files"]))
-        write_text(folder / "README.md", card(source, Path(output).name, report))
+        yield export
+        write_json(folder / "config.json", _config(source, export.files))
+        card = build_card(source, Path(output).name, target, export.files)
+        write_text(folder / "README.md", card)
+        report = {
+            "target": target,
+            "model_digest": digest,
+            "head": source.head.option,
+            "files": {name: file.to_json() for name, file in export.files.items()},
+            **export.settings,
+        }
         write_json(folder / "export.json", report)
 
 
-def _config(source: Source, files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json: that of the model, with the exported class and the settings of
-    transformers.js."""
+def _config(source: SourceModel, files: Mapping[str, GraphFile]) -> dict[str, Any]:
+    """Return the content of config.json.
+
+    It is that of the model, with the exported class and the settings of transformers.js.
+    """
     config = source.config.to_dict()
-    config |= {"architectures": list(source.head.architectures), "unpad_inputs": True}
+    config["architectures"] = list(source.head.architectures)
+    config["unpad_inputs"] = True
     # The path from which the model was loaded is local.
     config.pop("_name_or_path", None)
     # transformers.js only downloads the external weights of the graphs that are listed here.
-    external = {f"{name}.onnx": 1 for name, file in files.items() if file.get("external_data")}
+    external = {f"{name}.onnx": 1 for name, file in files.items() if file.external_data}
     if external:
         config["transformers.js_config"] = {"use_external_data_format": external}
     return config
 
 
-def _write_common(folder: Path, source: Source) -> None:
+def _write_common(folder: Path, source: SourceModel) -> None:
     """Write the code of the model, the tokenizer, and the files of sentence-transformers."""
     copy_code(folder)
     # shutil.copytree also copies permissions, which some file systems refuse.

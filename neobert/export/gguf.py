@@ -1,5 +1,6 @@
 """Export to a GGUF file for llama.cpp and the tools that are based on it."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from ..common.folders import check_disjoint, check_new, new_file
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .options import GgufOptions
-from .source import Source
+from .source import SourceModel
 
+
+logger = logging.getLogger("neobert.export")
 
 # Maximum error of a value by dtype, relative to the maximum of its tensor: half a step of the 11
 # bits of float16, and of 127 steps whose size is a float16 itself. q4_0, which a file of q5_0
@@ -34,7 +37,7 @@ def check_output(options: GgufOptions) -> None:
     check_disjoint(output, options.model.folder)
 
 
-def export(source: Source, options: GgufOptions) -> None:
+def export(source: SourceModel, options: GgufOptions) -> None:
     """Write the file and compare its values with the model before it appears.
 
     With `--check` the existing file is compared only.
@@ -45,10 +48,11 @@ def export(source: Source, options: GgufOptions) -> None:
     from .gguf_file import check_model, largest_error, new_writer, write_tensors
 
     if isinstance(source.model, NeoBERTForMaskedLM):
-        print(
+        logger.warning(
             "llama.cpp does not support the masked-LM decoder: the file contains the encoder only."
         )
         source = replace(source, head=HEADS["base"], model=source.model.model)
+
     pooling = source.pooling
     mode = pooling.mode if pooling else "mean"
     check_model(source.model, mode)
@@ -62,17 +66,20 @@ def export(source: Source, options: GgufOptions) -> None:
             "llama.cpp includes prompts in the pooling, but this model excludes them. Use "
             "`neobert export onnx` or `neobert export openvino`."
         )
+
     dtype = options.format.dtype
     output = options.model.output
     writer = new_writer(
         source.model, source.tokenizer, mode, dtype, source.name, _card_metadata(source)
     )
+
     if options.format.check:
         error = largest_error(output, source.model, writer)
         if not error <= max(BOUNDS.values()):
             raise UserError(f"{output} does not contain this model: {_in_words(error)}.")
         print(f"{output} contains this model: {_in_words(error)}")
         return
+
     with new_file(output) as file:
         write_tensors(writer, file.name, source.model, dtype)
         error = largest_error(file.name, source.model, writer)
@@ -83,17 +90,18 @@ def export(source: Source, options: GgufOptions) -> None:
 
 
 def _in_words(error: float) -> str:
+    """Return the largest error as a phrase."""
     return f"largest error {error:.1e}, relative to the maximum of each tensor"
 
 
-def _card_metadata(source: Source) -> dict[str, str]:
+def _card_metadata(source: SourceModel) -> dict[str, str]:
     """Return license and base model with the keys of GGUF."""
     keys = {
         f"general.{key.replace('_', '.')}": text
-        for key, text in source.known.items()
+        for key, text in source.metadata.items()
         if key.startswith("license")
     }
-    if "base_model" in source.known:
-        address = f"https://huggingface.co/{source.known['base_model']}"
+    if "base_model" in source.metadata:
+        address = f"https://huggingface.co/{source.metadata['base_model']}"
         keys["general.base_model.0.repo_url"] = address
     return keys

@@ -1,16 +1,20 @@
-"""A GGUF file for llama.cpp: the layout that its architecture "neo-bert" reads, by PyPI `gguf`.
+"""GGUF files for llama.cpp, in the layout of its architecture "neo-bert", written with PyPI `gguf`.
 
-llama.cpp takes queries, keys and values as three blocks of D rows, where NeoBERT's rows are
-interleaved per head: (H, 3, K) -> (3, H, K). Rows in NeoBERT's order load there without complaint
-and give vectors that have nothing to do with the model's.
+llama.cpp reads queries, keys and values as three blocks of D rows, whereas the rows of NeoBERT are
+interleaved per head: (H, 3, K) -> (3, H, K). llama.cpp loads rows in the order of NeoBERT without
+an error, and computes wrong embeddings.
 """
 
 import contextlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from torch import nn
 
 from ..common.errors import UserError, one_line
 from ..common.loading import check_vocabulary
@@ -18,114 +22,136 @@ from ..modeling_neobert import NeoBERTForSequenceClassification, NeoBERTModel, r
 
 
 ARCHITECTURE = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.NEO_BERT]
+POOLING = {
+    "mean": gguf.PoolingType.MEAN,
+    "cls": gguf.PoolingType.CLS,
+    "lasttoken": gguf.PoolingType.LAST,
+}
 _FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,
     "f16": gguf.LlamaFileType.MOSTLY_F16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "q5_0": gguf.LlamaFileType.MOSTLY_Q5_0,
 }
-DTYPES = tuple(_FILE_TYPES)
-POOLING = {
-    "mean": gguf.PoolingType.MEAN,
-    "cls": gguf.PoolingType.CLS,
-    "lasttoken": gguf.PoolingType.LAST,
-}
-_BLOCK = 32  # numbers that share one scale in q8_0, q5_0 and q4_0
+# Number of values that share one scale in q8_0, q5_0 and q4_0.
+_BLOCK = 32
 _LARGEST_F16 = 65504.0
-# What the engine takes for granted in YaRN: for this architecture it reads the factors and the
-# trained length only.
+# llama.cpp assumes these values of YaRN: for this architecture it only reads the factors and the
+# original length.
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-_ELSEWHERE = "neobert export onnx and openvino carry it"
+_REMEDY = "Use `neobert export onnx` or `neobert export openvino`."
 
 
 # ------------------------------------------------------------------------------------------------
-# what cannot be carried
+# Supported models
 
 
-def check_model(model, pooling):
-    """Raises UserError for what llama.cpp's neo-bert has no form for.
+def check_model(model: nn.Module, pooling: str) -> None:
+    """Check that llama.cpp supports a model.
 
     Args:
-        model: of any class of ours.
-        pooling: mode of sentence-transformers that a backbone's vectors are pooled by.
+        model: NeoBERT model of any class.
+        pooling: Pooling mode of sentence-transformers, for a model without a head.
+
+    Raises:
+        UserError: If llama.cpp does not support the model.
     """
-    config = model.config
-    rope = config.rope_parameters
-    for name, value, only in (
-        ("position_embedding_type", config.position_embedding_type, "rope"),
-        ("norm_type", config.norm_type, "rms"),
-        ("hidden_act", config.hidden_act, "swiglu"),
+    config: Any = model.config
+    for name, supported in (
+        ("position_embedding_type", "rope"),
+        ("norm_type", "rms"),
+        ("hidden_act", "swiglu"),
     ):
-        if value != only:
+        value = getattr(config, name)
+        if value != supported:
             raise UserError(
-                f"llama.cpp runs NeoBERT with {name} {only!r} only, and this model has {value!r}; "
-                f"{_ELSEWHERE}"
+                f"`{name}` must be {supported!r} for llama.cpp, got {value!r}. {_REMEDY}"
             )
-    lost = [
-        f"{name}={rope[name]}"
-        for name, only in _YARN.items()
-        if rope["rope_type"] == "yarn" and rope.get(name) not in (None, only)
-    ]
-    if rope["rope_type"] == "dynamic" or lost:
-        kind = f"YaRN with {', '.join(lost)}" if lost else "rope_type 'dynamic'"
-        raise UserError(f"llama.cpp has no form for {kind}; {_ELSEWHERE}")
-    if _has_classifier(model) and config.classifier_pooling != "cls":
+
+    rope = config.rope_parameters
+    if rope["rope_type"] == "dynamic":
+        raise UserError(f"llama.cpp does not support the rope_type 'dynamic'. {_REMEDY}")
+    if rope["rope_type"] == "yarn":
+        for name, supported_value in _YARN.items():
+            if rope.get(name) not in (None, supported_value):
+                raise UserError(
+                    f"`{name}` of YaRN must be {supported_value} for llama.cpp, got {rope[name]}. "
+                    f"{_REMEDY}"
+                )
+
+    if _has_classifier(model):
+        if config.classifier_pooling != "cls":
+            raise UserError(
+                "`classifier_pooling` must be 'cls' for llama.cpp, got "
+                f"{config.classifier_pooling!r}. {_REMEDY}"
+            )
+    elif not isinstance(model, NeoBERTModel):
         raise UserError(
-            "llama.cpp classifies by the first token, and this model by the "
-            f"{config.classifier_pooling} of all; {_ELSEWHERE}"
+            f"llama.cpp does not support {type(model).__name__}. Use --head base to export its "
+            "backbone, or `neobert export onnx` or `neobert export openvino`."
         )
-    if not _has_classifier(model) and not isinstance(model, NeoBERTModel):
+    elif pooling not in POOLING:
         raise UserError(
-            f"llama.cpp has no form for {type(model).__name__}; --head base exports its backbone, "
-            f"and {_ELSEWHERE}"
-        )
-    if not _has_classifier(model) and pooling not in POOLING:
-        raise UserError(
-            f"llama.cpp pools by {', '.join(POOLING)}, and this folder by {pooling}; {_ELSEWHERE}"
+            f"the pooling must be {', '.join(POOLING)} for llama.cpp, got {pooling}. {_REMEDY}"
         )
 
 
-def _has_classifier(model):
+def _has_classifier(model: nn.Module) -> bool:
+    """Return whether llama.cpp computes the head of a model."""
     return isinstance(model, NeoBERTForSequenceClassification)
 
 
 # ------------------------------------------------------------------------------------------------
-# tensors
+# Tensors
 
 
-def tensors_of(model):
-    """{name: float32 array} of the file. What llama.cpp has no use for, the masked-LM decoder, is
-    left out."""
-    config, backbone = model.config, model.base_model
-    width, head_dim = config.hidden_size, config.head_dim
-    kinds, tensors = gguf.MODEL_TENSOR, {}
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
+    """Return the tensors of the file by name, in float32.
 
-    def put(kind, parameter, block=None, suffix="weight"):
-        name = f"{gguf.TENSOR_NAMES[kind].format(bid=block)}.{suffix}"
+    The masked-LM decoder is left out, because llama.cpp does not use it.
+    """
+    config = model.config
+    backbone = model.base_model
+    hidden_size = config.hidden_size
+    names = gguf.MODEL_TENSOR
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(
+        tensor: gguf.MODEL_TENSOR,
+        parameter: torch.Tensor,
+        layer: int | None = None,
+        suffix: str = "weight",
+    ) -> None:
+        name = f"{gguf.TENSOR_NAMES[tensor].format(bid=layer)}.{suffix}"
         tensors[name] = parameter.detach().to("cpu", torch.float32).numpy()
 
-    put(kinds.TOKEN_EMBD, backbone.encoder.weight)
-    put(kinds.ENC_OUTPUT_NORM, backbone.layer_norm.weight)
+    put(names.TOKEN_EMBD, backbone.encoder.weight)
+    put(names.ENC_OUTPUT_NORM, backbone.layer_norm.weight)
     for i, block in enumerate(backbone.transformer_encoder):
         # (H, 3, K, D) -> (3, H, K, D)
-        per_head = block.qkv.weight.reshape(-1, 3, head_dim, width)
-        put(kinds.ATTN_NORM, block.attention_norm.weight, i)
-        put(kinds.ATTN_QKV, per_head.transpose(0, 1).reshape(3 * width, width), i)
-        put(kinds.ATTN_OUT, block.wo.weight, i)
-        put(kinds.FFN_NORM, block.ffn_norm.weight, i)
-        put(kinds.FFN_UP, block.ffn.w12.weight, i)
-        put(kinds.FFN_DOWN, block.ffn.w3.weight, i)
+        per_head = block.qkv.weight.reshape(-1, 3, config.head_dim, hidden_size)
+        qkv = per_head.transpose(0, 1).reshape(3 * hidden_size, hidden_size)
+        put(names.ATTN_NORM, block.attention_norm.weight, i)
+        put(names.ATTN_QKV, qkv, i)
+        put(names.ATTN_OUT, block.wo.weight, i)
+        put(names.FFN_NORM, block.ffn_norm.weight, i)
+        put(names.FFN_UP, block.ffn.w12.weight, i)
+        put(names.FFN_DOWN, block.ffn.w3.weight, i)
+
     if _has_classifier(model):
-        for kind, layer in ((kinds.CLS, model.dense), (kinds.CLS_OUT, model.classifier)):
-            put(kind, layer.weight)
-            put(kind, layer.bias, suffix="bias")
+        put(names.CLS, model.dense.weight)
+        put(names.CLS, model.dense.bias, suffix="bias")
+        put(names.CLS_OUT, model.classifier.weight)
+        put(names.CLS_OUT, model.classifier.bias, suffix="bias")
     return tensors
 
 
-def _type_in(dtype, name, array):
-    """How an array is stored in a file of `dtype`: vectors stay float32, and rows that cannot be
-    cut into blocks float16. Token embeddings of q5_0 are q4_0: they bear it, and are the larger
-    part of a small encoder."""
+def _storage_type(dtype: str, name: str, array: np.ndarray) -> gguf.GGMLQuantizationType:
+    """Return the type in which a tensor is stored.
+
+    Vectors are float32. Matrices whose rows cannot be divided into blocks are float16. With q5_0
+    the token embeddings are q4_0: they tolerate it, and they are most of a small encoder.
+    """
     if dtype == "f32" or array.ndim == 1:
         return gguf.GGMLQuantizationType.F32
     if dtype == "f16" or array.shape[-1] % _BLOCK:
@@ -136,19 +162,20 @@ def _type_in(dtype, name, array):
 
 
 # ------------------------------------------------------------------------------------------------
-# keys
+# Keys
 
 
-def describe_model(writer, model, pooling, dtype):
-    """The keys of the architecture, its rotary positions, its pooling and its labels.
+def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str) -> None:
+    """Add the keys of the architecture, the rotary positions, the pooling and the labels.
 
     Args:
-        writer: `gguf.GGUFWriter`.
-        model, pooling, dtype: as of `write`.
+        writer: Writer to add the keys to.
+        model: As in `new_writer`.
+        pooling: As in `new_writer`.
+        dtype: As in `new_writer`.
     """
-    config, blocks = model.config, model.base_model.transformer_encoder
-    rope = config.rope_parameters
-    scaled = rope["rope_type"] != "default"
+    config = model.config
+    blocks = model.base_model.transformer_encoder
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -161,57 +188,75 @@ def describe_model(writer, model, pooling, dtype):
     writer.add_head_count_kv(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_causal_attention(False)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"] if scaled else "none"))
-    if scaled:
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(
-            rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        )
-    if rope["rope_type"] == "yarn":
-        # At position 0 the cosine is the attention factor; the engine multiplies 1 + ln(factor) /
-        # 10 in by itself.
-        factor = (
-            rotary_embeddings(config, torch.zeros(1, 1, dtype=torch.int64), 1)[0]
-            .real.flatten()[0]
-            .item()
-        )
-        writer.add_rope_scaling_attn_factors(factor / (1.0 + 0.1 * np.log(rope["factor"])))
+    _describe_rope(writer, config)
+
     if _has_classifier(model):
         writer.add_pooling_type(gguf.PoolingType.RANK)
-        writer.add_classifier_output_labels(
-            [str(config.id2label[i]) for i in range(config.num_labels)]
-        )
+        labels = [str(config.id2label[i]) for i in range(config.num_labels)]
+        writer.add_classifier_output_labels(labels)
     else:
         writer.add_pooling_type(POOLING[pooling])
 
 
-def describe_tokenizer(writer, tokenizer, rows):
-    """The keys of llama.cpp's WordPiece tokenizer, "bert": words begin with U+2581 there, and their
-    continuations have no mark.
+def _describe_rope(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add the keys of the rotary positions."""
+    rope = config.rope_parameters
+    is_scaled = rope["rope_type"] != "default"
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"] if is_scaled else "none"))
+    if is_scaled:
+        original_length = rope.get("original_max_position_embeddings")
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(original_length or config.max_position_embeddings)
+
+    if rope["rope_type"] == "yarn":
+        # The cosine at position 0 is the attention factor. llama.cpp multiplies the key by 1 +
+        # ln(factor) / 10 itself.
+        position = torch.zeros(1, 1, dtype=torch.int64)
+        embeddings = rotary_embeddings(config, position, 1)
+        assert embeddings is not None
+        attention_factor = embeddings[0].real.flatten()[0].item()
+        writer.add_rope_scaling_attn_factors(
+            attention_factor / (1.0 + 0.1 * np.log(rope["factor"]))
+        )
+
+
+def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> None:
+    """Add the keys of llama.cpp's WordPiece tokenizer, "bert".
+
+    The words of this tokenizer begin with U+2581, and their continuations have no prefix.
 
     Args:
-        writer: `gguf.GGUFWriter`.
-        tokenizer: a fast tokenizer of transformers.
-        rows: of the embedding; those beyond the vocabulary are named [PAD<id>] and marked as
-            unused.
+        writer: Writer to add the keys to.
+        tokenizer: Fast tokenizer of transformers.
+        rows: Number of rows of the embedding. Rows beyond the vocabulary are named [PAD<id>] and
+            marked as unused.
+
     Raises:
-        UserError: another kind of tokenizer.
+        UserError: If the tokenizer is not that of BERT.
     """
     lowercase, strip_accents = _bert_normalizer(tokenizer)
-    special, added = set(tokenizer.all_special_ids), tokenizer.get_added_vocab().values()
-    words, kinds = [f"[PAD{i}]" for i in range(rows)], [gguf.TokenType.UNUSED] * rows
-    for word, i in tokenizer.get_vocab().items():
-        words[i], kinds[i] = _marked(word), gguf.TokenType.NORMAL
-        if i in special or i in added:
-            words[i] = word
-            kinds[i] = gguf.TokenType.CONTROL if i in special else gguf.TokenType.USER_DEFINED
+    special_ids = set(tokenizer.all_special_ids)
+    added_ids = tokenizer.get_added_vocab().values()
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    types = [gguf.TokenType.UNUSED] * rows
+    for token, i in tokenizer.get_vocab().items():
+        if i in special_ids:
+            tokens[i] = token
+            types[i] = gguf.TokenType.CONTROL
+        elif i in added_ids:
+            tokens[i] = token
+            types[i] = gguf.TokenType.USER_DEFINED
+        else:
+            tokens[i] = _to_sentencepiece(token)
+            types[i] = gguf.TokenType.NORMAL
+
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(words)
-    writer.add_token_types(kinds)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
     writer.add_token_type_count(1)
-    for add, i in (
+    for add_id, token_id in (
         (writer.add_bos_token_id, tokenizer.cls_token_id),
         (writer.add_eos_token_id, tokenizer.sep_token_id),
         (writer.add_sep_token_id, tokenizer.sep_token_id),
@@ -219,135 +264,173 @@ def describe_tokenizer(writer, tokenizer, rows):
         (writer.add_pad_token_id, tokenizer.pad_token_id),
         (writer.add_mask_token_id, tokenizer.mask_token_id),
     ):
-        if i is not None:
-            add(i)
+        if token_id is not None:
+            add_id(token_id)
     writer.add_uint32("tokenizer.ggml.cls_token_id", tokenizer.cls_token_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
-    # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
+    # A pair is [CLS] query [SEP] document [SEP], with a single [SEP] between.
     writer.add_add_sep_token(False)
     writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowercase)
     writer.add_bool("tokenizer.ggml.normalizer.strip_accents", strip_accents)
 
 
-def _marked(word):
-    if word.startswith("##") and len(word) > 2:
-        return word[2:]
-    return (
-        word if word.startswith("[") and word.endswith("]") and len(word) > 2 else f"\u2581{word}"
-    )
+def _to_sentencepiece(token: str) -> str:
+    """Return a WordPiece token in the notation of llama.cpp."""
+    if token.startswith("##") and len(token) > 2:
+        return token[2:]
+    if token.startswith("[") and token.endswith("]") and len(token) > 2:
+        return token
+    return f"\u2581{token}"
 
 
-def _bert_normalizer(tokenizer):
-    """(lowercase, strip_accents) of a tokenizer that works as BERT's; UserError for all others."""
+def _bert_normalizer(tokenizer: Any) -> tuple[bool, bool]:
+    """Return `lowercase` and `strip_accents` of a tokenizer that works as that of BERT.
+
+    Raises:
+        UserError: If the tokenizer works otherwise.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = {} if backend is None else json.loads(backend.to_str())
-    model, normalizer = content.get("model") or {}, content.get("normalizer") or {}
-    kinds = {
+    model = content.get("model") or {}
+    normalizer = content.get("normalizer") or {}
+    types = {
         "model": model.get("type"),
         "normalizer": normalizer.get("type"),
         "pre_tokenizer": (content.get("pre_tokenizer") or {}).get("type"),
     }
-    is_bert = list(kinds.values()) == ["WordPiece", "BertNormalizer", "BertPreTokenizer"] and (
+    is_bert = list(types.values()) == ["WordPiece", "BertNormalizer", "BertPreTokenizer"] and (
         model["continuing_subword_prefix"] == "##"
         and normalizer["clean_text"]
         and normalizer["handle_chinese_chars"]
         and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id)
     )
     if not is_bert:
-        parts = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
+        parts = ", ".join(f"{part} {name}" for part, name in types.items())
         raise UserError(
-            "GGUF is written with BERT's WordPiece tokenizer only, and this folder has another "
-            f"one ({parts})"
+            f"the tokenizer must be BERT's WordPiece tokenizer for GGUF, got {parts}. {_REMEDY}"
         )
-    lowercase, strip = normalizer["lowercase"], normalizer["strip_accents"]
-    return lowercase, lowercase if strip is None else strip
+
+    lowercase = normalizer["lowercase"]
+    strip_accents = normalizer["strip_accents"]
+    return lowercase, lowercase if strip_accents is None else strip_accents
 
 
 # ------------------------------------------------------------------------------------------------
-# file
+# Files
 
 
-def new_writer(model, tokenizer, pooling, dtype, name, known):
-    """`gguf.GGUFWriter` with all keys of a file.
+def new_writer(
+    model: Any, tokenizer: Any, pooling: str, dtype: str, name: str, metadata: Mapping[str, str]
+) -> gguf.GGUFWriter:
+    """Return a writer with all keys of a file.
 
     Args:
         model: `NeoBERTModel` or `NeoBERTForSequenceClassification`.
-        tokenizer: its fast tokenizer.
-        pooling: a key of `POOLING`, for a backbone.
-        dtype: of its matrices, one of `DTYPES`.
-        name: general.name of the file.
-        known: {key: text} of license and base model.
+        tokenizer: Fast tokenizer of transformers.
+        pooling: Key of `POOLING`, for a model without a head.
+        dtype: Type of the matrices: "f32", "f16", "q8_0" or "q5_0".
+        name: Name of the model, `general.name`.
+        metadata: Keys of license and base model.
+
     Raises:
-        UserError: what GGUF cannot carry, in one sentence.
+        UserError: If GGUF does not support the tokenizer.
     """
     check_vocabulary(tokenizer, model, name)
     writer = gguf.GGUFWriter(None, ARCHITECTURE)
     writer.add_name(name)
     writer.add_string("neobert.command", "export gguf")
-    for key, text in known.items():
+    for key, text in metadata.items():
         writer.add_string(key, text)
-    writer.add_base_model_count(sum(key.endswith(".repo_url") for key in known))
+    writer.add_base_model_count(sum(key.endswith(".repo_url") for key in metadata))
     describe_model(writer, model, pooling, dtype)
     describe_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
     return writer
 
 
-def write_tensors(writer, path, model, dtype):
-    """Writes the keys of `writer` and the tensors of `model` to the file `path`.
+def write_tensors(writer: gguf.GGUFWriter, path: str | Path, model: Any, dtype: str) -> None:
+    """Write a file with the keys of the writer and the tensors of a model.
+
+    Args:
+        writer: Result of `new_writer`.
+        path: File to write.
+        model: As in `new_writer`.
+        dtype: As in `new_writer`.
 
     Raises:
-        UserError: numbers that are not finite, or too large for float16.
+        UserError: If a value is not finite, or too large for float16.
     """
     for name, array in tensors_of(model).items():
-        kind, largest = _type_in(dtype, name, array), float(np.abs(array).max())
+        storage_type = _storage_type(dtype, name, array)
+        largest = float(np.abs(array).max())
         if not np.isfinite(largest):
-            raise UserError(f"{name} holds numbers that are not finite; is the checkpoint damaged?")
-        if kind == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
+            raise UserError(f"{name} contains values that are NaN or infinite.")
+        if storage_type == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
             raise UserError(
-                f"{name} holds {largest:.3g}, which float16 does not reach; give --dtype f32"
+                f"the values of {name} must be at most {_LARGEST_F16:.0f} in float16, got "
+                f"{largest:.3g}. Use --dtype f32."
             )
-        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quantize(array, storage_type), raw_dtype=storage_type)
+
     with contextlib.closing(writer):
-        writer.write_header_to_file(path)
+        writer.write_header_to_file(Path(path))
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
 
 
-def largest_error(path, model, writer):
-    """How far the numbers of a file are from the model's: the largest difference, as a part of the
-    largest number of its tensor.
+def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> float:
+    """Return the largest difference between the values of a file and those of a model.
 
     Args:
-        path: a GGUF file, whoever made it.
-        model: the model.
-        writer: with the keys that the file should have.
+        path: GGUF file, which may be written by other software.
+        model: As in `new_writer`.
+        writer: Result of `new_writer`, with the keys that the file must have.
+
+    Returns:
+        The largest difference, relative to the largest value of its tensor.
+
     Raises:
-        UserError: not a GGUF file, or a key or tensor of it is not the model's.
+        UserError: If the file is not a GGUF file, or a key or a tensor is not that of the model.
     """
     try:
         reader = gguf.GGUFReader(path)
-    except Exception as error:  # numpy's, and what it finds in arbitrary bytes
-        raise UserError(
-            f"{path} is not a GGUF file that can be read ({one_line(error)})"
-        ) from error
-    # Others have some keys of their own, and leave some to defaults.
-    for key, expected in writer.kv_data[0].items():
-        field = reader.get_field(key)
-        is_about = key.startswith(("general.", "neobert.")) and key != "general.architecture"
-        if field is None or is_about:
-            continue
-        value, written = expected.value, field.contents()
-        if isinstance(value, float):
-            value, written = np.float32(value), np.float32(written)
-        if value != written:
-            raise UserError(f"{path} does not hold this model: {key} is another one")
-    tensors, worst = {tensor.name: tensor for tensor in reader.tensors}, 0.0
+    except Exception as error:  # Arbitrary bytes can raise any exception.
+        raise UserError(f"{path} must be a GGUF file: {one_line(error)}.") from error
+    _check_keys(path, reader, writer)
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    worst = 0.0
     for name, exact in tensors_of(model).items():
         stored = tensors.get(name)
+        # GGUF lists the dimensions in reverse order.
         if stored is None or tuple(reversed(stored.shape.tolist())) != exact.shape:
-            raise UserError(f"{path} has no {name} of the shape {exact.shape}")
-        numbers = gguf.dequantize(stored.data, stored.tensor_type).reshape(exact.shape)
-        largest = max(float(np.abs(exact).max()), np.finfo(np.float32).tiny)
-        worst = max(worst, float(np.abs(numbers - exact).max()) / largest)
+            raise UserError(f"{path} must contain {name} with the shape {exact.shape}.")
+        values = gguf.dequantize(stored.data, stored.tensor_type).reshape(exact.shape)
+        # The bound avoids a division by zero.
+        largest = max(float(np.abs(exact).max()), float(np.finfo(np.float32).tiny))
+        worst = max(worst, float(np.abs(values - exact).max()) / largest)
     return worst
+
+
+def _check_keys(path: str | Path, reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    """Compare the keys of a file with those of the writer.
+
+    Other software adds keys, and omits those that have their default. Keys about the file and not
+    about the model are ignored.
+
+    Raises:
+        UserError: If a key differs.
+    """
+    for key, expected in writer.kv_data[0].items():
+        field = reader.get_field(key)
+        is_about_file = key.startswith(("general.", "neobert.")) and key != "general.architecture"
+        if field is None or is_about_file:
+            continue
+        value = expected.value
+        actual = field.contents()
+        if isinstance(value, float):
+            # The file stores float32.
+            value = np.float32(value)
+            actual = np.float32(actual)
+        if value != actual:
+            raise UserError(f"{path} does not contain this model: {key} differs.")

@@ -1,62 +1,82 @@
-"""What every engine with graphs is given: one function of (input_ids, attention_mask), traced once,
-with a dynamic batch and length."""
+"""Model as a function of input_ids and attention_mask, for engines that trace a graph.
+
+The batch size and the sequence length are dynamic.
+"""
 
 import contextlib
 import copy
 import logging
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+from .source import SourceModel
 
 
 INPUTS = ("input_ids", "attention_mask")
 
 
 class Graph(nn.Module):
-    """The outputs of a model as a tuple of float32 tensors, in the order of `outputs`.
+    """Model that returns a tuple of float32 tensors, in the order of `outputs`.
 
     Attributes:
-        outputs: names: "last_hidden_state", and "sentence_embedding" for a sentence encoder;
-            "logits"; "start_logits" and "end_logits".
+        outputs: Names of the outputs: "last_hidden_state", with "sentence_embedding" for a sentence
+            encoder; "logits"; or "start_logits" and "end_logits".
     """
 
-    def __init__(self, source, dtype=torch.float32):
+    def __init__(self, source: SourceModel, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.model = (
-            source.model if dtype == torch.float32 else copy.deepcopy(source.model).to(dtype)
-        )
-        # A graph does not know which tokens are a prompt's; readers pool by 1_Pooling then.
-        counts_all = source.pooling is not None and (
+        self.model = source.model
+        if dtype != torch.float32:
+            self.model = copy.deepcopy(source.model).to(dtype)
+
+        # A graph cannot tell which tokens belong to a prompt. If the pooling excludes prompts, the
+        # program that reads the folder pools, as 1_Pooling specifies.
+        pools_all_tokens = source.pooling is not None and (
             source.pooling.include_prompt or not any(source.prompts.values())
         )
-        self.pooling = source.pooling if counts_all else None
-        self.outputs = [*source.head.outputs, *(["sentence_embedding"] if counts_all else [])]
+        self.pooling = source.pooling if pools_all_tokens else None
+        self.outputs = list(source.head.outputs)
+        if pools_all_tokens:
+            self.outputs.append("sentence_embedding")
 
-    def forward(self, input_ids, attention_mask):
-        found = self.model(input_ids=input_ids, attention_mask=attention_mask)
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the outputs for input_ids and attention_mask of shape (B, L)."""
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
         if self.pooling is None:
-            return tuple(found[name].float() for name in self.outputs)
-        hidden = found.last_hidden_state.float()
+            return tuple(outputs[name].float() for name in self.outputs)
+        hidden = outputs.last_hidden_state.float()
         return hidden, self.pooling(hidden, attention_mask)
 
 
-def example():
-    """({name: (2, 9) int64}, their dynamic shapes), with padding in the second row."""
-    ids, mask = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9, dtype=torch.long)
-    mask[1, 5:] = 0
+def example_inputs() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the inputs to trace a graph with, and their dynamic dimensions.
+
+    Returns:
+        int64 tensors of shape (2, 9) by name, with padding in the second row, and the dimensions
+        {name: {axis: dimension}}.
+    """
+    input_ids = torch.ones(2, 9, dtype=torch.long)
+    attention_mask = torch.ones(2, 9, dtype=torch.long)
+    attention_mask[1, 5:] = 0
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", min=2)}
-    return {"input_ids": ids, "attention_mask": mask}, {name: axes for name in INPUTS}
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    return inputs, {name: axes for name in INPUTS}
 
 
 @contextlib.contextmanager
-def quiet():
-    """What exporters have to say to their developers is not printed."""
-    before = logging.root.manager.disable
+def quiet() -> Iterator[None]:
+    """Silence warnings and logs of exporters, which are for their developers."""
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -1,41 +1,13 @@
-"""README.md of an exported folder: what is in it, how near it is to torch, and the lines that load
-it."""
+"""README.md of an export folder: its files, their agreement with torch, and code to load them."""
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ..common.errors import printable
 from ..common.model_card import front_matter
-
-
-def _usage(source, name, report):
-    """(title, language, lines) of each way to load the folder."""
-    quoted, pooling = json.dumps(printable(name), ensure_ascii=False), source.pooling
-    if report["target"] == "onnx":
-        options = ""
-        if pooling is not None and pooling.mode in ("mean", "cls") and not pooling.dense:
-            normalize = json.dumps(pooling.normalize)
-            options = f', {{ pooling: "{pooling.mode}", normalize: {normalize} }}'
-        precisions = [file["precision"] for file in report["files"].values()]
-        names = {"fp32": "fp32", "int8": "q8", "fp16": "fp16", "q4": "q4"}
-        dtype = next(names[precision] for precision in names if precision in precisions)
-        lines = [
-            'import { pipeline } from "@huggingface/transformers";',
-            f'const run = await pipeline("{source.head.pipeline_tag}", {quoted}, '
-            f'{{ dtype: "{dtype}" }});',
-            f'const output = await run("A text."{options});',
-        ]
-        yield "transformers.js", "js", lines
-    if pooling is not None:
-        backend, options = report["target"], ""
-        if backend == "openvino":
-            path = json.dumps(f"{printable(name)}/openvino/ov_config.json", ensure_ascii=False)
-            options = f', model_kwargs={{"ov_config": {path}}}'
-        lines = [
-            "from sentence_transformers import SentenceTransformer",
-            f'model = SentenceTransformer({quoted}, backend="{backend}", '
-            f"trust_remote_code=True{options})",
-        ]
-        yield f"sentence-transformers, {backend} backend", "python", lines
+from .check import GraphFile
+from .source import SourceModel
 
 
 _CARD = """{metadata}
@@ -51,31 +23,83 @@ batches:
 """
 
 
-def card(source, name, report):
-    """The text of README.md.
+@dataclass(frozen=True)
+class _Snippet:
+    """Code that loads the folder: its title, its language and its lines."""
+
+    title: str
+    language: str
+    lines: list[str]
+
+
+def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, GraphFile]) -> str:
+    """Return the text of README.md.
 
     Args:
-        source: Source.
-        name: of the folder.
-        report: {"target", "files": {name: {"precision", "token", "pooled"}}}, as export.json.
+        source: Exported model.
+        name: Name of the folder.
+        target: "onnx" or "openvino".
+        files: Exported graphs by the name of the file without its suffix.
     """
-    target, task = report["target"], source.head.pipeline_tag
+    task = source.head.pipeline_tag
     tags = ["neobert", "custom_code", target]
     if source.pooling is not None:
         task = "sentence-similarity"
         tags += ["sentence-transformers", "feature-extraction"]
-    library, ending = ("transformers.js", "onnx") if target == "onnx" else ("openvino", "xml")
+    library = "transformers.js" if target == "onnx" else "openvino"
+    suffix = "onnx" if target == "onnx" else "xml"
+
     rows = []
-    for stem, file in report["files"].items():
-        token = "" if file["token"] is None else f"{file['token']:.6f}"
-        place = f"`{target}/{stem}.{ending}`"
-        rows.append(f"| {place} | {file['precision']} | {token} | {file['pooled']:.6f} |")
+    for stem, file in files.items():
+        token = "" if file.token is None else f"{file.token:.6f}"
+        path = f"`{target}/{stem}.{suffix}`"
+        rows.append(f"| {path} | {file.precision} | {token} | {file.pooled:.6f} |")
     text = _CARD.format(
-        metadata=front_matter(**source.known, library_name=library, pipeline_tag=task, tags=tags),
+        metadata=front_matter(
+            **source.metadata, library_name=library, pipeline_tag=task, tags=tags
+        ),
         name=printable(name),
         longest=min(512, source.max_length),
         files="\n".join(rows),
     )
-    for title, language, code in _usage(source, name, report):
-        text += "\n".join(["", f"{title}:", "", f"```{language}", *code, "```", ""])
+    for snippet in _snippets(source, name, target, files):
+        fence = f"```{snippet.language}"
+        text += "\n".join(["", f"{snippet.title}:", "", fence, *snippet.lines, "```", ""])
     return text
+
+
+def _snippets(
+    source: SourceModel, name: str, target: str, files: Mapping[str, GraphFile]
+) -> Iterator[_Snippet]:
+    """Yield the snippets of the libraries that load the folder."""
+    quoted_name = json.dumps(printable(name), ensure_ascii=False)
+    pooling = source.pooling
+
+    if target == "onnx":
+        options = ""
+        if pooling is not None and pooling.mode in ("mean", "cls") and not pooling.dense:
+            normalize = json.dumps(pooling.normalize)
+            options = f', {{ pooling: "{pooling.mode}", normalize: {normalize} }}'
+        # Names of the precisions in transformers.js, the preferred ones first.
+        dtypes = {"fp32": "fp32", "int8": "q8", "fp16": "fp16", "q4": "q4"}
+        precisions = [file.precision for file in files.values()]
+        dtype = next(dtypes[precision] for precision in dtypes if precision in precisions)
+        lines = [
+            'import { pipeline } from "@huggingface/transformers";',
+            f'const run = await pipeline("{source.head.pipeline_tag}", {quoted_name}, '
+            f'{{ dtype: "{dtype}" }});',
+            f'const output = await run("A text."{options});',
+        ]
+        yield _Snippet("transformers.js", "js", lines)
+
+    if pooling is not None:
+        options = ""
+        if target == "openvino":
+            path = json.dumps(f"{printable(name)}/openvino/ov_config.json", ensure_ascii=False)
+            options = f', model_kwargs={{"ov_config": {path}}}'
+        lines = [
+            "from sentence_transformers import SentenceTransformer",
+            f'model = SentenceTransformer({quoted_name}, backend="{target}", '
+            f"trust_remote_code=True{options})",
+        ]
+        yield _Snippet(f"sentence-transformers, {target} backend", "python", lines)

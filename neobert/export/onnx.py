@@ -1,13 +1,14 @@
-"""ONNX graphs of a NeoBERT with a dynamic batch and length, in a folder as transformers.js lays it
-out.
+"""Export to ONNX graphs with a dynamic batch size and sequence length.
 
-OUTPUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of
-sentence-transformers. Every graph is run by ONNX Runtime and compared with torch before the folder
-is kept.
+The folder has the layout of transformers.js, and is complete for Text Embeddings Inference,
+fastembed and the ONNX backend of sentence-transformers. ONNX Runtime runs every graph, and the
+outputs are compared with torch before the folder appears.
 """
 
 import copy
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
@@ -15,20 +16,23 @@ from tqdm.auto import tqdm
 from ..common.errors import UserError, one_line
 from ..quantization.outliers import encoders_of, smooth
 from . import folder
-from .check import Precision, Reference
-from .graph import INPUTS, Graph, example, quiet
+from .check import Precision, Reference, Runner
+from .graph import INPUTS, Graph, example_inputs, quiet
 from .options import OnnxOptions
-from .source import Source
+from .source import SourceModel
+
+
+if TYPE_CHECKING:
+    import onnx
 
 
 check_output = folder.check_output
 
-# The first one that has all operations of the graph; ONNX Runtime, its builds for browsers, and
-# text-embeddings-inference read it.
+# The first version that has all operations of the graph. ONNX Runtime, its builds for browsers, and
+# Text Embeddings Inference read it.
 OPSET = 18
-# A file of protobuf ends at 2 GiB: beyond this the weights lie in a file of their own.
+# A protobuf message is limited to 2 GiB. Larger weights are stored in a separate file.
 LARGEST_FILE = 2**31 - 2**24
-
 
 PRECISIONS = {
     "fp32": Precision("model.onnx", 0.99999, 0.99999),
@@ -38,52 +42,63 @@ PRECISIONS = {
 }
 
 
-def export(source: Source, options: OnnxOptions) -> None:
+def export(source: SourceModel, options: OnnxOptions) -> None:
     """Write the folder of a model.
 
     Raises:
         UserError: If a graph differs too much from torch, or the output cannot be written.
     """
     reference = Reference(source)
-    with folder.new_export(source, options.model.output, "onnx") as (place, report):
-        report |= {"opset": OPSET, "token_type_ids": options.format.token_type_ids}
+    token_type_ids = options.format.token_type_ids
+    with folder.new_export(source, options.model.output, "onnx") as output:
+        output.settings["opset"] = OPSET
+        output.settings["token_type_ids"] = token_type_ids
         names = list(dict.fromkeys(options.format.precisions))
         for name in tqdm(names, desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
-            path = place / precision.file
-            graph = _graph(source, name)
-            if options.format.token_type_ids:
+            path = output.folder / precision.file
+            graph = _build_graph(source, name)
+            if token_type_ids:
                 _add_token_types(graph)
-            external = _write(graph, path)
-            size = sum(file.stat().st_size for file in place.glob(f"{path.name}*"))
-            written = f"{path.name:<21} {size / 1e6:8.1f} MB"
-            entry = precision.prove(f"{name} in ONNX Runtime", reference, _runner(path), written)
-            report["files"][path.stem] = {**entry, "external_data": external}
+            has_external_data = _write(graph, path)
+
+            size = sum(file.stat().st_size for file in output.folder.glob(f"{path.name}*"))
+            summary = f"{path.name:<21} {size / 1e6:8.1f} MB"
+            run = _load_runner(path)
+            file = precision.verify(name, "ONNX Runtime", reference, run, summary)
+            output.files[path.stem] = replace(file, external_data=has_external_data)
 
 
-def _graph(source, precision):
-    """onnx.ModelProto of a model in a precision."""
+def _build_graph(source: SourceModel, precision: str) -> "onnx.ModelProto":
+    """Return the graph of a model in a precision."""
     from .onnx_quantize import int8, q4
 
     if precision == "fp16":
         return _trace(Graph(source, torch.float16))
     if precision == "int8":
-        return int8(_trace(Graph(_smoothed(source))))
+        return int8(_trace(Graph(_smooth(source))))
     graph = _trace(Graph(source))
     return q4(graph) if precision == "q4" else graph
 
 
-def _smoothed(source):
-    """A Source of the same outputs, without outliers that a scale a token would be made for."""
+def _smooth(source: SourceModel) -> SourceModel:
+    """Return a copy of the model with the same outputs, in which outliers are smoothed.
+
+    Outliers would determine the scale of a token, and other values would lose their precision.
+    """
     model = copy.deepcopy(source.model)
     for encoder in encoders_of(model):
         smooth(encoder)
     return replace(source, model=model)
 
 
-def _trace(graph):
-    """onnx.ModelProto of a Graph."""
-    inputs, axes = example()
+def _trace(graph: Graph) -> "onnx.ModelProto":
+    """Return the ONNX graph of a model.
+
+    Raises:
+        UserError: If the exporter fails.
+    """
+    inputs, axes = example_inputs()
     try:
         with quiet():
             program = torch.onnx.export(
@@ -97,34 +112,54 @@ def _trace(graph):
                 dynamo=True,
                 verbose=False,
             )
+        assert program is not None
         return program.model_proto
-    except Exception as error:  # the exporter's own, of many kinds
-        raise UserError(f"torch cannot trace this model for ONNX ({one_line(error)})") from error
+    except Exception as error:  # The exporter raises exceptions of many classes.
+        raise UserError(f"torch cannot trace this model for ONNX: {one_line(error)}.") from error
 
 
-def _add_token_types(graph):
-    """BERT's third input, of which no node makes use: the outputs are the same bits. It is added
-    after the trace, since exporters drop inputs that are not read."""
-    added = graph.graph.input.add()
-    added.CopyFrom(graph.graph.input[0])
-    added.name = "token_type_ids"
+def _add_token_types(graph: "onnx.ModelProto") -> None:
+    """Add BERT's third input, which no node reads.
+
+    It is added after the trace, because exporters remove inputs that are not read.
+    """
+    token_type_ids = graph.graph.input.add()
+    token_type_ids.CopyFrom(graph.graph.input[0])
+    token_type_ids.name = "token_type_ids"
 
 
-def _write(graph, path):
-    """Writes a graph; returns whether its weights are in a file of their own, `<path>_data`."""
+def _write(graph: "onnx.ModelProto", path: Path) -> bool:
+    """Write a graph.
+
+    Returns:
+        Whether its weights are in a separate file, `<path>_data`.
+    """
     import onnx
 
-    external = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
-    options = {"all_tensors_to_one_file": True, "location": f"{path.name}_data"}
-    onnx.save_model(graph, path, save_as_external_data=external, **(options if external else {}))
-    return external
+    is_large = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
+    if is_large:
+        onnx.save_model(
+            graph,
+            path,
+            save_as_external_data=True,
+            all_tensors_to_one_file=True,
+            location=f"{path.name}_data",
+        )
+    else:
+        onnx.save_model(graph, path)
+    return is_large
 
 
-def _runner(path):
-    """Function of (input_ids, attention_mask) -> {name: array}; a third input gets zeros."""
+def _load_runner(path: Path) -> Runner:
+    """Return a function that runs a graph in ONNX Runtime. A third input is filled with zeros.
+
+    Raises:
+        UserError: If ONNX Runtime cannot load the graph.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    # Log errors only.
     options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(
@@ -132,14 +167,15 @@ def _runner(path):
         )
     except Exception as error:
         raise UserError(
-            f"ONNX Runtime does not load {path.name} ({one_line(error)}), so it was not kept"
+            f"ONNX Runtime cannot load {path.name}, so the export was discarded: {one_line(error)}."
         ) from error
     names = [output.name for output in session.get_outputs()]
-    third = {input.name for input in session.get_inputs()} - set(INPUTS)
+    unused_inputs = {graph_input.name for graph_input in session.get_inputs()} - set(INPUTS)
 
-    def run(ids, mask):
-        rows = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-        rows |= {name: torch.zeros_like(ids).numpy() for name in third}
-        return dict(zip(names, session.run(names, rows)))
+    def run(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+        feed = {"input_ids": input_ids.numpy(), "attention_mask": attention_mask.numpy()}
+        for name in unused_inputs:
+            feed[name] = torch.zeros_like(input_ids).numpy()
+        return dict(zip(names, session.run(names, feed)))
 
     return run

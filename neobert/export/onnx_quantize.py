@@ -1,44 +1,65 @@
-"""Smaller weights for an ONNX graph: int8 with integer products, and blocks of 4 bits.
+"""Smaller weights for ONNX graphs: int8 with integer products, and blocks of 4-bit values.
 
-int8: the weights of a linear layer have one scale for each output, its inputs one scale for each
-token (in place of one for a complete batch, as `onnxruntime.quantization.quantize_dynamic` has it).
-A token with large values then takes no precision from the others, and a text's vector does not
-depend on the texts beside it. Weights use 7 of the 8 bits: sums of two products stay within 16
-bits, which processors without VNNI instructions would cut off.
+In int8, the weights of a linear layer have one scale per output channel, and its inputs one scale
+per token. (`onnxruntime.quantization.quantize_dynamic` has one scale per batch.) A token with large
+values then does not reduce the precision of other tokens, and the embedding of a text does not
+depend on the other texts of the batch. The weights use 7 of the 8 bits: sums of two products stay
+within 16 bits, which processors without VNNI instructions would saturate.
 """
 
 import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .graph import quiet
 
 
-# Weights are -63 to 63, inputs 1 to 255 around 128: 2 * 255 * 63 < 2^15.
-_WEIGHT_STEPS, _INPUT_STEPS, _INPUT_ZERO = 63, 127, 128
-# Matrices with fewer outputs stay in float: the last layer of a classifier, which is small, and
-# reads a few vectors.
-_LEAST_OUTPUTS = 64
+if TYPE_CHECKING:
+    import onnx
+
+
+# Weights are -63 to 63 and inputs 1 to 255 around 128, so that 2 * 255 * 63 < 2^15.
+_WEIGHT_STEPS = 63
+_INPUT_STEPS = 127
+_INPUT_ZERO = 128
+# Matrices with fewer outputs stay in float32: the last layer of a classifier is small, and reads a
+# single vector per text.
+_MIN_OUTPUTS = 64
 _BLOCK = 32
+# Lower bound of scales, which avoids a division by zero.
 _SMALLEST = 1e-12
 
 
-def int8(model):
-    """An ONNX model, changed in place, with int8 linear layers and embeddings."""
-    return _rewritten(model, linear=_int8_linear)
+@dataclass(frozen=True)
+class _Replacement:
+    """Nodes that replace a node, and the constants that they read, by name."""
+
+    nodes: list["onnx.NodeProto"]
+    tensors: dict[str, np.ndarray]
 
 
-def q4(model):
-    """An ONNX model, changed in place, with linear layers in blocks of 32 weights of 4 bits, and
-    int8 embeddings."""
+def int8(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Quantize linear layers and embeddings to int8, in place, and return the model."""
+    return _rewrite(model, _int8_linear)
+
+
+def q4(model: "onnx.ModelProto") -> "onnx.ModelProto":
+    """Quantize linear layers to blocks of 32 4-bit values, and embeddings to int8.
+
+    The model is changed in place. Use the returned one.
+    """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    _rewritten(model, linear=None)
+    _rewrite(model, None)
     excluded = [
-        node.name for node, weight in _linear_layers(model) if weight.shape[1] < _LEAST_OUTPUTS
+        node.name for node, weight in _linear_layers(model) if weight.shape[1] < _MIN_OUTPUTS
     ]
-    with quiet():  # ONNX Runtime tells of every matrix
-        quantiser = MatMulNBitsQuantizer(
+    # ONNX Runtime logs a line for every matrix.
+    with quiet():
+        quantizer = MatMulNBitsQuantizer(
             model,
             bits=4,
             block_size=_BLOCK,
@@ -47,80 +68,99 @@ def q4(model):
             nodes_to_exclude=excluded,
             op_types_to_quantize=("MatMul",),
         )
-        quantiser.process()
-    return quantiser.model.model
+        quantizer.process()
+    return quantizer.model.model
 
 
-def _arrays(graph):
-    """{name: 2-D float32 array} of the graph's constant matrices."""
+def _matrices(model: "onnx.ModelProto") -> dict[str, np.ndarray]:
+    """Return the constant float32 matrices of a graph by name."""
     from onnx import TensorProto, numpy_helper
 
-    found = (
-        tensor
-        for tensor in graph.graph.initializer
+    return {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in model.graph.initializer
         if len(tensor.dims) == 2 and tensor.data_type == TensorProto.FLOAT
-    )
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in found}
+    }
 
 
-def _linear_layers(graph):
-    """(node, (K, N) array) of every product with a constant matrix."""
-    arrays = _arrays(graph)
+def _linear_layers(model: "onnx.ModelProto") -> list[tuple["onnx.NodeProto", np.ndarray]]:
+    """Return the products with a constant matrix: node, and matrix of shape (inputs, outputs)."""
+    matrices = _matrices(model)
     return [
-        (node, arrays[node.input[1]])
-        for node in graph.graph.node
-        if node.op_type == "MatMul" and node.input[1] in arrays
+        (node, matrices[node.input[1]])
+        for node in model.graph.node
+        if node.op_type == "MatMul" and node.input[1] in matrices
     ]
 
 
-def _rewritten(model, linear):
-    """The model with int8 embeddings, and `linear(node, weight)`, (nodes, tensors), in the place of
-    every linear layer."""
+def _rewrite(
+    model: "onnx.ModelProto",
+    linear: Callable[["onnx.NodeProto", np.ndarray], _Replacement] | None,
+) -> "onnx.ModelProto":
+    """Replace embeddings by int8 embeddings, and linear layers by the result of `linear`."""
     from onnx import helper, numpy_helper
 
-    graph, arrays = model.graph, _arrays(model)
+    graph = model.graph
+    matrices = _matrices(model)
     linear_layers = {node.name: weight for node, weight in _linear_layers(model)}
-    nodes, tensors = [], {}
+    nodes: list[onnx.NodeProto] = []
+    tensors: dict[str, np.ndarray] = {}
     for node in graph.node:
-        new_nodes, new_tensors = [node], {}
+        replacement = _Replacement([node], {})
         weight = linear_layers.get(node.name)
-        if node.op_type == "Gather" and node.input[0] in arrays:
-            new_nodes, new_tensors = _int8_rows(node, arrays[node.input[0]])
-        elif linear and weight is not None and weight.shape[1] >= _LEAST_OUTPUTS:
-            new_nodes, new_tensors = linear(node, weight)
-        nodes += new_nodes
-        tensors |= new_tensors
+        if node.op_type == "Gather" and node.input[0] in matrices:
+            replacement = _int8_rows(node, matrices[node.input[0]])
+        elif linear and weight is not None and weight.shape[1] >= _MIN_OUTPUTS:
+            replacement = linear(node, weight)
+        nodes += replacement.nodes
+        tensors |= replacement.tensors
     _replace(graph.node, nodes)
-    used = {name for node in graph.node for name in node.input}
-    named = used | {name for node in graph.node for name in node.output}
-    stored = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
-    initializers = [tensor for tensor in (*graph.initializer, *stored) if tensor.name in used]
-    _replace(graph.initializer, initializers)
-    _replace(graph.value_info, [value for value in graph.value_info if value.name in named])
+
+    # Remove the constants and types of the nodes that were replaced.
+    inputs: set[str] = set()
+    names: set[str] = set()
+    for node in graph.node:
+        inputs.update(node.input)
+        names.update(node.input, node.output)
+    constants = [*graph.initializer]
+    constants += [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    _replace(graph.initializer, [tensor for tensor in constants if tensor.name in inputs])
+    _replace(graph.value_info, [value for value in graph.value_info if value.name in names])
+
     if not any(opset.domain == "com.microsoft" for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return model
 
 
-def _replace(field, items):
-    """Gives a repeated field of protobuf other items, which may be some of its own."""
+def _replace(field: Any, items: Iterable[Any]) -> None:
+    """Replace the items of a repeated field of protobuf, which may be among the new ones."""
     copies = [copy.deepcopy(item) for item in items]
     del field[:]
     field.extend(copies)
 
 
-def _steps(matrix, axis, steps):
-    """(int8 matrix, float32 scales along the other axis)."""
+def _steps(matrix: np.ndarray, axis: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize a matrix to the integers -steps to steps.
+
+    Args:
+        matrix: float32 matrix.
+        axis: Axis whose values share a scale.
+        steps: Largest integer.
+
+    Returns:
+        int8 matrix, and float32 scales along the other axis.
+    """
     scales = np.maximum(np.abs(matrix).max(axis), _SMALLEST) / steps
     rounded = np.rint(matrix / np.expand_dims(scales, axis))
     return rounded.astype(np.int8), scales.astype(np.float32)
 
 
-def _int8_rows(node, table):
-    """Rows of an embedding: one scale a row."""
+def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
+    """Return an int8 embedding with one scale per row."""
     from onnx import helper
 
-    name, ids, output = node.name, node.input[1], node.output[0]
+    name = node.name
+    ids = node.input[1]
     rows, scales = _steps(table, 1, 127)
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
@@ -129,28 +169,34 @@ def _int8_rows(node, table):
             "Gather", [f"{name}_scales", ids], [f"{name}_scale"], name=f"{name}_scale"
         ),
         helper.make_node(
-            "Mul", [f"{name}_float", f"{name}_scale"], [output], name=f"{name}_scaled"
+            "Mul", [f"{name}_float", f"{name}_scale"], [node.output[0]], name=f"{name}_scaled"
         ),
     ]
-    return nodes, {f"{name}_rows": rows, f"{name}_scales": scales[:, None]}
+    return _Replacement(nodes, {f"{name}_rows": rows, f"{name}_scales": scales[:, None]})
 
 
-def _int8_linear(node, weight):
-    """x @ weight: x / s in steps of 1 / 127 with s the largest value of the token, the product in
-    integers, times s and the weights' scales."""
+def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
+    """Return an int8 linear layer.
+
+    With s = max |x| of a token, x / s is quantized in steps of 1 / 127. The integer product is
+    multiplied by s and by the scales of the weights.
+    """
     from onnx import helper
 
-    name, x, output = node.name, node.input[0], node.output[0]
+    name = node.name
+    x = node.input[0]
     steps, scales = _steps(weight, 0, _WEIGHT_STEPS)
-    shared = {
+    tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),
-        "int8_smallest": np.float32(_SMALLEST),
-        "int8_step": np.float32(1 / _INPUT_STEPS),
-        "int8_zero": np.uint8(_INPUT_ZERO),
+        "int8_smallest": np.array(_SMALLEST, np.float32),
+        "int8_step": np.array(1 / _INPUT_STEPS, np.float32),
+        "int8_zero": np.array(_INPUT_ZERO, np.uint8),
+        f"{name}_weight": steps,
+        f"{name}_scales": scales,
     }
 
-    def make(kind, inputs, result, **more):
-        return helper.make_node(kind, inputs, [result], name=result, **more)
+    def make(op_type: str, inputs: list[str], result: str, **attributes: Any) -> "onnx.NodeProto":
+        return helper.make_node(op_type, inputs, [result], name=result, **attributes)
 
     nodes = [
         make("Abs", [x], f"{name}_abs"),
@@ -164,6 +210,6 @@ def _int8_linear(node, weight):
             f"{name}_product",
             domain="com.microsoft",
         ),
-        helper.make_node("Mul", [f"{name}_product", f"{name}_token"], [output], name=name),
+        helper.make_node("Mul", [f"{name}_product", f"{name}_token"], [node.output[0]], name=name),
     ]
-    return nodes, {**shared, f"{name}_weight": steps, f"{name}_scales": scales}
+    return _Replacement(nodes, tensors)

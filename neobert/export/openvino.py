@@ -1,11 +1,15 @@
-"""OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of
-sentence-transformers reads them.
+"""Export to OpenVINO models with a dynamic batch size and sequence length.
 
-What a model computes in is not part of its file: without an option the runtime chooses the
-precision that is fastest on the processor, which is bfloat16 on newer server CPUs. So
-`openvino/ov_config.json` beside the models says float32. Each model is run with it and compared
-with torch before the folder is kept.
+The folder has the layout of the OpenVINO backend of sentence-transformers.
+
+The file of a model does not contain the precision of the computation: by default the runtime
+chooses the fastest precision of the processor, which is bfloat16 on newer server CPUs. Therefore
+`openvino/ov_config.json` beside the models sets float32. Each model is run with this file, and its
+outputs are compared with torch before the folder appears.
 """
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,17 +18,21 @@ from tqdm.auto import tqdm
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from . import folder
-from .check import Precision, Reference
-from .graph import INPUTS, Graph, example, quiet
+from .check import Precision, Reference, Runner
+from .graph import INPUTS, Graph, example_inputs, quiet
 from .options import OpenvinoOptions
-from .source import Source
+from .source import SourceModel
+
+
+if TYPE_CHECKING:
+    import openvino
 
 
 check_output = folder.check_output
 
-# Read by `compile_model` and, as `ov_config`, by sentence-transformers.
-OPTIONS_FILE, OPTIONS = "ov_config.json", {"INFERENCE_PRECISION_HINT": "f32"}
-
+# Properties for `compile_model`, and for sentence-transformers as `ov_config`.
+OPTIONS_FILE = "ov_config.json"
+OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
 PRECISIONS = {
     "fp32": Precision("openvino_model.xml", 0.99999, 0.99999),
@@ -33,7 +41,7 @@ PRECISIONS = {
 }
 
 
-def export(source: Source, options: OpenvinoOptions) -> None:
+def export(source: SourceModel, options: OpenvinoOptions) -> None:
     """Write the folder of a model.
 
     Raises:
@@ -41,78 +49,93 @@ def export(source: Source, options: OpenvinoOptions) -> None:
     """
     import openvino
 
-    model, reference = _trace(Graph(source)), Reference(source)
-    with folder.new_export(source, options.model.output, "openvino") as (place, report):
-        write_json(place / OPTIONS_FILE, OPTIONS)
+    model = _trace(Graph(source))
+    reference = Reference(source)
+    with folder.new_export(source, options.model.output, "openvino") as output:
+        write_json(output.folder / OPTIONS_FILE, OPTIONS)
+        # int8 is the last one, because the model is quantized in place.
         names = [name for name in PRECISIONS if name in options.format.precisions]
         for name in tqdm(names, desc="models", unit="model", disable=None):
             precision = PRECISIONS[name]
-            path = place / precision.file
+            path = output.folder / precision.file
             if name == "int8":
-                _compress(model)  # the last one
+                _compress(model)
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
+
             size = path.with_suffix(".bin").stat().st_size
-            written = f"{path.name:<35} {size / 1e6:8.1f} MB"
-            entry = precision.prove(f"{name} in OpenVINO", reference, _runner(path), written)
-            report["files"][path.stem] = entry
+            summary = f"{path.name:<35} {size / 1e6:8.1f} MB"
+            run = _load_runner(path)
+            output.files[path.stem] = precision.verify(name, "OpenVINO", reference, run, summary)
 
 
-def _trace(graph):
-    """openvino.Model of a Graph."""
+def _trace(graph: Graph) -> "openvino.Model":
+    """Return the OpenVINO model of a graph.
+
+    Raises:
+        UserError: If torch or OpenVINO fails.
+    """
     import openvino
 
-    inputs, axes = example()
+    inputs, axes = example_inputs()
     try:
         with quiet():
             program = torch.export.export(graph.eval(), (), inputs, dynamic_shapes=axes)
             model = openvino.convert_model(program)
-    except Exception as error:  # of both libraries, of many kinds
-        raise UserError(f"this model cannot be traced for OpenVINO ({one_line(error)})") from error
-    for ports, names in ((model.inputs, INPUTS), (model.outputs, graph.outputs)):
-        for port, name in zip(ports, names):
-            port.get_tensor().set_names({name})
+    except Exception as error:  # Both libraries raise exceptions of many classes.
+        raise UserError(f"OpenVINO cannot trace this model: {one_line(error)}.") from error
+
+    for port, name in zip(model.inputs, INPUTS):
+        port.get_tensor().set_names({name})
+    for port, name in zip(model.outputs, graph.outputs):
+        port.get_tensor().set_names({name})
     return model
 
 
-def _compress(model):
-    """Gives the constant matrices of a model int8 weights with one scale a row: of each output of a
-    linear layer, of each token of the embedding."""
+def _compress(model: "openvino.Model") -> None:
+    """Quantize the constant matrices of a model to int8, in place.
+
+    There is one scale per output channel of a linear layer, and one per token of the embedding.
+    """
     import openvino
     from openvino import opset13 as ops
 
     for node in model.get_ops():
-        kind = node.get_type_name()
-        if kind not in ("MatMul", "Gather"):
+        op_type = node.get_type_name()
+        if op_type not in ("MatMul", "Gather"):
             continue
-        place = 1 if kind == "MatMul" else 0
-        source = node.input(place).get_source_output()
-        constant = source.get_node()
+        position = 1 if op_type == "MatMul" else 0
+        constant = node.input(position).get_source_output().get_node()
         if (
             constant.get_type_name() != "Constant"
             or len(constant.shape) != 2
             or not constant.get_element_type().is_real()
         ):
             continue
+
+        # The values of a scale are those of a row of the embedding, or of an output of the product,
+        # which is a row of a transposed matrix and else a column.
         matrix = constant.data
-        # Rows of the embedding; outputs of the product, whichever axis they are.
-        axis = 0 if kind == "MatMul" and not node.get_attributes()["transpose_b"] else 1
+        has_columns = op_type == "MatMul" and not node.get_attributes()["transpose_b"]
+        axis = 0 if has_columns else 1
         scales = np.maximum(np.abs(matrix).max(axis, keepdims=True), 1e-12) / 127
         steps = ops.constant(np.rint(matrix / scales).astype(np.int8), openvino.Type.i8)
-        small = ops.multiply(ops.convert(steps, "f32"), ops.constant(scales.astype(np.float32)))
-        node.input(place).replace_source_output(small.output(0))
+        factors = ops.constant(scales.astype(np.float32))
+        product = ops.multiply(ops.convert(steps, "f32"), factors)
+        node.input(position).replace_source_output(product.output(0))
     model.validate_nodes_and_infer_types()
 
 
-def _runner(path):
-    """Function of (input_ids, attention_mask) -> {name: array}."""
+def _load_runner(path: Path) -> Runner:
+    """Return a function that runs a model in OpenVINO."""
     import openvino
 
     core = openvino.Core()
     compiled = core.compile_model(core.read_model(str(path)), "CPU", OPTIONS)
     names = [output.any_name for output in compiled.outputs]
 
-    def run(ids, mask):
-        found = compiled({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
-        return {name: found[name] for name in names}
+    def run(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+        feed = {"input_ids": input_ids.numpy(), "attention_mask": attention_mask.numpy()}
+        outputs = compiled(feed)
+        return {name: outputs[name] for name in names}
 
     return run

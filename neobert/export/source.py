@@ -1,11 +1,11 @@
-"""What is exported: a Hub folder read once, with its model, its tokenizer, and how a
-sentence-transformers folder pools."""
+"""Model to export: a Hub folder with its tokenizer, and the pooling of sentence-transformers."""
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,22 +18,23 @@ from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion.command import convert_checkpoint
-from ..conversion.heads import Head, choose_head
+from ..conversion.heads import Head, HeadName, choose_head
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 from .options import CardOptions, ModelOptions
 
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a folder of sentence-transformers makes one vector of a text.
+    """Modules of sentence-transformers that turn hidden states into one embedding per text.
 
     Attributes:
-        mode: of `common.pooling`: "mean", "cls", "lasttoken", ...
-        include_prompt: whether tokens of a prompt count.
-        modules: of sentence-transformers: Pooling, then Dense and Normalize.
+        mode: Pooling mode, as in `common.pooling`: "mean", "cls", "lasttoken", ...
+        include_prompt: Whether the tokens of a prompt are included.
+        modules: Modules of sentence-transformers: Pooling, then Dense and Normalize.
     """
 
     mode: str
@@ -41,17 +42,25 @@ class Pooling:
     modules: tuple[nn.Module, ...]
 
     @property
-    def dense(self):
-        """The Dense modules."""
+    def dense(self) -> list[nn.Module]:
+        """Dense modules."""
         return [module for module in self.modules if type(module).__name__ == "Dense"]
 
     @property
-    def normalize(self):
-        """Whether the vector is scaled to length 1."""
+    def normalize(self) -> bool:
+        """Whether embeddings are normalized to length 1."""
         return type(self.modules[-1]).__name__ == "Normalize"
 
-    def __call__(self, hidden, mask):
-        """(B, L, D) float32 and (B, L) of ones and zeros to (B, D)."""
+    def __call__(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of texts.
+
+        Args:
+            hidden: Hidden states, float32 of shape (B, L, D).
+            mask: Attention mask of ones and zeros, shape (B, L).
+
+        Returns:
+            Embeddings of shape (B, D).
+        """
         features = {"token_embeddings": hidden, "attention_mask": mask}
         for module in self.modules:
             features = module(features)
@@ -59,63 +68,73 @@ class Pooling:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model to export.
+class SourceModel:
+    """Model to export.
 
     Attributes:
-        name: of the folder or checkpoint that was given.
-        folder: of the weights, a Hub folder; temporary where a checkpoint was converted.
-        head: which kind of model; `head.model_class` and `head.architectures` name its class.
-        model: in float32, on the CPU, in eval mode, without the packing of padded batches.
-        tokenizer: loaded from `tokenizer_folder`.
-        tokenizer_folder: a clean copy of the tokenizer: tokenizer.json, tokenizer_config.json,
-            special_tokens_map.json, and BERT's vocab.txt.
-        pooling: of a folder of sentence-transformers; None for any other model.
-        max_length: tokens of a text that are read.
-        prompts: of a folder of sentence-transformers, {name: text}.
-        known: what a card says of license and base model.
+        name: Name of the folder or checkpoint.
+        folder: Hub folder with the weights, temporary if a checkpoint was converted.
+        head: Head of the model.
+        model: Model in float32 on the CPU, in evaluation mode, which does not unpad its inputs.
+        tokenizer: Fast tokenizer of transformers.
+        tokenizer_folder: Directory with the files of the tokenizer: tokenizer.json,
+            tokenizer_config.json, special_tokens_map.json, and vocab.txt for that of BERT.
+        pooling: Pooling of a folder of sentence-transformers, else None.
+        max_length: Maximum sequence length in tokens.
+        prompts: Prompts of a folder of sentence-transformers, by name.
+        metadata: License and base model, for the model card.
     """
 
     name: str
     folder: Path
     head: Head
     model: nn.Module
-    tokenizer: object
+    tokenizer: Any
     tokenizer_folder: Path
     pooling: Pooling | None
     max_length: int
-    prompts: dict
-    known: dict
+    prompts: dict[str, str]
+    metadata: dict[str, str]
 
     @property
-    def config(self):
+    def config(self) -> Any:
+        """Configuration of the model."""
         return self.model.config
 
-    def describe(self):
-        """One line for the user."""
-        pooled, layers = "", self.config.num_hidden_layers
+    def describe(self) -> str:
+        """Return one line about the model, for the user."""
+        pooling = ""
         if self.pooling:
-            pooled = f", {self.pooling.mode} pooling"
-            pooled += ", Dense" if self.pooling.dense else ""
-            pooled += ", length 1" if self.pooling.normalize else ""
+            pooling = f", {self.pooling.mode} pooling"
+            if self.pooling.dense:
+                pooling += ", Dense"
+            if self.pooling.normalize:
+                pooling += ", normalized"
+        layers = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}"
         return (
-            f"{self.name}: {self.head.class_name}, {layers} layers of {self.config.hidden_size}"
-            f"{pooled}, texts of up to {self.max_length:,} tokens"
+            f"{self.name}: {self.head.class_name}, {layers}{pooling}, texts of up to "
+            f"{self.max_length:,} tokens"
         )
 
 
-def _is_hub_folder(folder):
-    return (folder / "config.json").is_file() and any(
-        (folder / name).is_file() for name in (_WEIGHTS, _INDEX)
-    )
+@dataclass(frozen=True)
+class _Module:
+    """Entry of modules.json: directory of a module, and the name of its class."""
+
+    path: str
+    class_name: str
 
 
 @contextlib.contextmanager
-def open_source(options: ModelOptions, card: CardOptions | None = None) -> Iterator[Source]:
+def open_source(options: ModelOptions, card: CardOptions | None = None) -> Iterator[SourceModel]:
     """Load the model to export.
 
+    Args:
+        options: Model and tokenizer.
+        card: Metadata of the model card.
+
     Yields:
-        The model; its temporary directories exist until the context ends.
+        The model. Its temporary directories exist until the context ends.
 
     Raises:
         UserError: If the model cannot be read, is not a NeoBERT, or its parts do not fit.
@@ -129,7 +148,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
     with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch_name:
         scratch = Path(scratch_name)
         modules = _read_modules(model_path)
-        folder = model_path / modules[0]["path"] if modules else model_path
+        folder = model_path / modules[0].path if modules else model_path
         if not _is_hub_folder(folder):
             if modules or (model_path / "adapter_config.json").is_file():
                 raise UserError(
@@ -138,112 +157,158 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
                 )
             folder = scratch / "converted"
             convert_checkpoint(model_path, folder, head=options.head, tokenizer=options.tokenizer)
-        yield _read(options, card or CardOptions(), folder, modules, scratch)
+        yield _load_source(options, card or CardOptions(), folder, modules, scratch)
 
 
-def _read_modules(folder: Path) -> list[dict[str, str]]:
-    """Return the modules of modules.json as [{"path", "kind"}], or []."""
-    if not (folder / "modules.json").is_file():
+def _is_hub_folder(folder: Path) -> bool:
+    """Return whether a directory contains a configuration and safetensors weights."""
+    has_weights = (folder / _WEIGHTS).is_file() or (folder / _INDEX).is_file()
+    return has_weights and (folder / "config.json").is_file()
+
+
+def _read_modules(folder: Path) -> list[_Module]:
+    """Return the modules of modules.json, or an empty list without this file.
+
+    Raises:
+        UserError: If a module is not supported.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
         return []
     modules = [
-        {"path": module["path"], "kind": module["type"].rpartition(".")[2]}
-        for module in read_json(folder / "modules.json")
+        _Module(module["path"], module["type"].rpartition(".")[2]) for module in read_json(path)
     ]
-    kinds = [module["kind"] for module in modules]
-    are_known = kinds[:2] == ["Transformer", "Pooling"] and {*kinds[2:]} <= {"Dense", "Normalize"}
-    if not are_known or "Normalize" in kinds[:-1]:
+    names = [module.class_name for module in modules]
+    are_known = names[:2] == ["Transformer", "Pooling"] and {*names[2:]} <= {"Dense", "Normalize"}
+    if not are_known or "Normalize" in names[:-1]:
         raise UserError(
             f"{folder} must have the modules Transformer, Pooling, then any Dense, and Normalize "
-            f"last, got {', '.join(kinds)}."
+            f"last, got {', '.join(names)}."
         )
     return modules
 
 
-def _read_pooling(folder, modules):
-    """The Pooling of a folder of sentence-transformers."""
+def _load_pooling(folder: Path, modules: Sequence[_Module]) -> Pooling:
+    """Load the modules of sentence-transformers that follow the transformer."""
     require("eval", "sentence_transformers")
-    from sentence_transformers import models
+    from sentence_transformers import models  # type: ignore[attr-defined]
 
-    config = read_json(folder / modules[1]["path"] / "config.json")
-    loaded = []
+    config = read_json(folder / modules[1].path / "config.json")
+    loaded: list[nn.Module] = []
     for module in modules[1:]:
-        if module["kind"] == "Normalize":
-            loaded.append(models.Normalize())
+        if module.class_name == "Normalize":
+            instance = models.Normalize()
         else:
-            loaded.append(getattr(models, module["kind"]).load(str(folder / module["path"])))
-        loaded[-1].requires_grad_(False)
+            instance = getattr(models, module.class_name).load(str(folder / module.path))
+        loaded.append(instance.requires_grad_(False))
     return Pooling(pooling_mode(config), config.get("include_prompt", True), tuple(loaded))
 
 
-def _tensor_names(folder):
+def _tensor_names(folder: Path) -> list[str]:
+    """Return the names of the tensors of a Hub folder."""
     if (folder / _INDEX).is_file():
         return list(read_json(folder / _INDEX)["weight_map"])
     with safe_open(folder / _WEIGHTS, framework="pt") as file:
         return list(file.keys())
 
 
-def _read(
+def _load_source(
     options: ModelOptions,
     card: CardOptions,
     folder: Path,
-    modules: list[dict[str, str]],
+    modules: Sequence[_Module],
     scratch: Path,
-) -> Source:
-    """Load a Hub folder."""
+) -> SourceModel:
+    """Load a Hub folder.
+
+    Args:
+        options: Model and tokenizer.
+        card: Metadata of the model card.
+        folder: Directory of the weights.
+        modules: Modules of sentence-transformers, empty for other folders.
+        scratch: Directory for temporary files.
+
+    Raises:
+        UserError: If the model cannot be read, is not a NeoBERT, or its parts do not fit.
+    """
     model_path = Path(options.folder)
+    # The default head of a folder of sentence-transformers is none.
+    head, model = _load_model(folder, options.head or ("base" if modules else None))
+    config: Any = model.config
+
+    # sentence-transformers limits the sequence length in a file of its own.
+    max_length = config.context_length
+    limits_path = folder / "sentence_bert_config.json"
+    if limits_path.is_file():
+        max_length = min(read_json(limits_path).get("max_seq_length") or max_length, max_length)
+
+    tokenizer_source = find_tokenizer(options.tokenizer, [folder])
+    if tokenizer_source is None:
+        raise UserError(
+            "`--tokenizer` must be a directory, got none. An export contains its tokenizer."
+        )
+    tokenizer_folder = scratch / "written-tokenizer"
+    tokenizer_folder.mkdir()
+    write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, max_length)
+    tokenizer = load_tokenizer(tokenizer_folder)
+
+    prompts: dict[str, str] = {}
+    prompts_path = model_path / "config_sentence_transformers.json"
+    if modules and prompts_path.is_file():
+        prompts = read_json(prompts_path).get("prompts") or {}
+    pooling = _load_pooling(model_path, modules) if modules and head.option == "base" else None
+
+    metadata = license_metadata(card.license, read_card(model_path))
+    metadata |= base_model_metadata(card.base_model, relation="quantized")
+    return SourceModel(
+        name=model_path.name or str(model_path),
+        folder=folder,
+        head=head,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        pooling=pooling,
+        max_length=min(max_length, tokenizer.model_max_length),
+        prompts=prompts,
+        metadata=metadata,
+    )
+
+
+def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Module]:
+    """Load the model of a Hub folder in float32, in evaluation mode.
+
+    Args:
+        folder: Directory of the weights.
+        head_option: Value of `--head`, or None for the head of the weights.
+
+    Raises:
+        UserError: If the model cannot be read, or is not a NeoBERT that can be exported.
+    """
     try:
         fields = read_json(folder / "config.json")
         if fields.get("model_type") != "neobert":
             raise UserError(f"{folder} must be a NeoBERT, got a {fields.get('model_type')} model.")
-        config = NeoBERTConfig.from_pretrained(folder)
-        head, _ = choose_head(
-            _tensor_names(folder),
-            options.head or ("base" if modules else None),
-            config.architectures or (),
-        )
+        config: Any = NeoBERTConfig.from_pretrained(folder)
+        head, _ = choose_head(_tensor_names(folder), head_option, config.architectures or ())
         if head.has_choices:
             raise UserError("multiple-choice models cannot be exported: no engine supports them.")
-        model, report = head.model_class.from_pretrained(
+        model_class: Any = head.model_class
+        model, report = model_class.from_pretrained(
             folder,
             dtype=torch.float32,
             use_safetensors=True,
             attn_implementation="sdpa",
             output_loading_info=True,
         )
-        lacking = sorted(str(name) for name in report["missing_keys"])
-        if lacking:
-            raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(lacking, 5)}.")
+        missing = sorted(str(name) for name in report["missing_keys"])
+        if missing:
+            raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(missing, 5)}.")
     except UserError:
         raise
-    except Exception as error:  # damaged files of any kind
+    except Exception as error:  # Damaged files can raise any exception.
         raise UserError(f"the model in {folder} cannot be loaded: {one_line(error)}.") from error
+
+    # Engines trace padded batches.
     model.config.unpad_inputs = False
     model.eval().requires_grad_(False)
-    own = folder / "sentence_bert_config.json"
-    read = read_json(own).get("max_seq_length") if own.is_file() else None
-    longest = min(read or config.context_length, config.context_length)
-    tokenizer_folder = scratch / "written-tokenizer"
-    tokenizer_folder.mkdir()
-    tokenizer_source = find_tokenizer(options.tokenizer, [folder])
-    if tokenizer_source is None:
-        raise UserError(
-            "`--tokenizer` must be a directory, got none. An export contains its tokenizer."
-        )
-    write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, longest)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    further = model_path / "config_sentence_transformers.json"
-    prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}
-    pooling = _read_pooling(model_path, modules) if modules and head.option == "base" else None
-    return Source(
-        model_path.name or str(model_path),
-        folder,
-        head,
-        model,
-        tokenizer,
-        tokenizer_folder,
-        pooling,
-        min(longest, tokenizer.model_max_length),
-        prompts,
-        license_metadata(card.license, read_card(model_path))
-        | base_model_metadata(card.base_model, relation="quantized"),
-    )
+    return head, model

@@ -18,7 +18,7 @@ from neobert import cli as __main__
 from neobert.common.errors import UserError
 from neobert.conversion import command as converter
 from neobert.export import check, command, folder
-from neobert.export.check import Agreement, Reference
+from neobert.export.check import EngineAgreement, Reference
 from neobert.export.graph import Graph
 from neobert.export.options import ModelOptions
 from neobert.export.source import Pooling, open_source
@@ -49,8 +49,10 @@ def test_a_bad_command_is_one_sentence(capsys, tmp_path):
 
 
 def test_a_missing_engine(monkeypatch):
-    monkeypatch.setitem(command.TARGETS, "onnx", ("onnx", ("onnx", "no_such_engine")))
-    with pytest.raises(ImportError, match=r"pip install no-such-engine, or .* '.\[onnx\]'"):
+    monkeypatch.setitem(
+        command.TARGETS, "onnx", command.Target("onnx", "onnx", ("no_such_engine",))
+    )
+    with pytest.raises(ImportError, match=r"pip install no-such-engine`, or .* '.\[onnx\]'"):
         command.main(["onnx", "model", "out"])
 
 
@@ -198,14 +200,16 @@ def test_the_comparison_sees_one_wrong_token(reference):
     for spoil in ("token", "pooled"):
         worst = getattr(made.agreement(partial(run, spoil=spoil)), spoil)
         assert worst == pytest.approx(-1, abs=1e-6)
-    with pytest.raises(UserError, match="the output last_hidden_state should be .* but is nothing"):
+    with pytest.raises(UserError, match="last_hidden_state must have the shape .*, got nothing"):
         made.agreement(lambda ids, mask: {})
 
 
 def test_a_cosine_that_is_not_a_number_is_the_worst():
     worst = check._worst([torch.tensor([0.9, float("nan")]), torch.tensor([0.8])])
-    with pytest.raises(UserError, match="the worst pooled cosine to torch is nan"):
-        Agreement(None, worst).check("fp16", 0.9, 0.7)
+    with pytest.raises(
+        UserError, match="worst pooled cosine to torch must be at least 0.7, got nan"
+    ):
+        EngineAgreement(None, worst).check("fp16", 0.9, 0.7)
     assert check._worst([torch.tensor([0.9]), torch.tensor([0.8, 0.95])]) == pytest.approx(0.8)
 
 

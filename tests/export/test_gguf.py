@@ -25,7 +25,7 @@ from neobert.export import command  # noqa: E402
 from neobert.export import gguf as target  # noqa: E402
 from neobert.export.check import Reference
 from neobert.export.options import OPTIONS
-from neobert.export.source import Pooling, Source
+from neobert.export.source import Pooling, SourceModel
 
 
 gguf = pytest.importorskip("gguf")
@@ -66,13 +66,13 @@ def pooling_of(mode, *others, include_prompt=True):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(model_class, pooling=..., **config) -> Source, as the command reads it from a folder."""
+    """Return make(model_class, pooling=..., **config) -> SourceModel, as the command reads it."""
 
     def source(model_class=NeoBERTModel, pooling=None, tokenizer=None, head=None, **changes):
         model = build(model_class, **{**SMALL, **changes})
         model.config.unpad_inputs = False
         (tmp_path / "model").mkdir(exist_ok=True)
-        return Source(
+        return SourceModel(
             name="model",
             folder=tmp_path / "model",
             head=head or next(head for head in HEADS.values() if head.model_class is model_class),
@@ -82,7 +82,7 @@ def make(tmp_path):
             pooling=pooling_of(pooling) if pooling else None,
             max_length=64,
             prompts={},
-            known={"license": "cc0-1.0", "base_model": "you/yours"},
+            metadata={"license": "cc0-1.0", "base_model": "you/yours"},
         )
 
     return source
@@ -330,7 +330,7 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
     export(source, "--check")
     assert "out.gguf contains this model: largest error " in capsys.readouterr().out
     for content, words in (
-        (b"my notes", "is not a GGUF file that can be read"),
+        (b"my notes", "must be a GGUF file: "),
         (None, "no file "),
     ):
         path.write_bytes(content) if content else path.unlink()
@@ -345,7 +345,7 @@ def test_a_file_that_llama_cpp_does_not_load(make):
     at = content.index(name) + len(name)  # then the type of its value, uint32, and the value
     right, wrong = (number.to_bytes(4, "little") for number in (344, 341))
     path.write_bytes(content[:at] + content[at:].replace(right, wrong, 1))
-    with pytest.raises(UserError, match="this model: neo-bert.feed_forward_length is another one"):
+    with pytest.raises(UserError, match="this model: neo-bert.feed_forward_length differs"):
         export(source, "--check")
 
 
@@ -360,25 +360,47 @@ def scaled(kind, **options):
 @pytest.mark.parametrize(
     "model_class, changes, words",
     (
-        (NeoBERTModel, {"position_embedding_type": "learned"}, "'rope' only, and this model has"),
-        (NeoBERTModel, {"norm_type": "layer"}, "norm_type 'rms' only, and this model has 'layer'"),
-        (NeoBERTModel, {"hidden_act": "gelu"}, "'swiglu' only, and this model has 'gelu'"),
-        (NeoBERTModel, scaled("dynamic"), "llama.cpp has no form for rope_type 'dynamic'"),
-        (NeoBERTModel, scaled("yarn", truncate=False), "no form for YaRN with truncate=False"),
-        (NeoBERTModel, scaled("yarn", beta_fast=16), "no form for YaRN with beta_fast=16"),
-        (NeoBERTModel, {"pooling": "max"}, "by mean, cls, lasttoken, and this folder by max"),
-        (NeoBERTForTokenClassification, {}, "no form for NeoBERTForTokenClassification; --head b"),
-        (NeoBERTForQuestionAnswering, {}, "no form for NeoBERTForQuestionAnswering; --head base"),
+        (
+            NeoBERTModel,
+            {"position_embedding_type": "learned"},
+            "must be 'rope' for llama.cpp, got 'learned'",
+        ),
+        (
+            NeoBERTModel,
+            {"norm_type": "layer"},
+            "`norm_type` must be 'rms' for llama.cpp, got 'layer'",
+        ),
+        (NeoBERTModel, {"hidden_act": "gelu"}, "must be 'swiglu' for llama.cpp, got 'gelu'"),
+        (NeoBERTModel, scaled("dynamic"), "does not support the rope_type 'dynamic'"),
+        (
+            NeoBERTModel,
+            scaled("yarn", truncate=False),
+            "`truncate` of YaRN must be True for llama.cpp, got False",
+        ),
+        (
+            NeoBERTModel,
+            scaled("yarn", beta_fast=16),
+            "`beta_fast` of YaRN must be 32 for llama.cpp, got 16",
+        ),
+        (NeoBERTModel, {"pooling": "max"}, "must be mean, cls, lasttoken for llama.cpp, got max"),
+        (
+            NeoBERTForTokenClassification,
+            {},
+            "support NeoBERTForTokenClassification. Use --head base",
+        ),
+        (NeoBERTForQuestionAnswering, {}, "support NeoBERTForQuestionAnswering. Use --head base"),
         (
             NeoBERTForSequenceClassification,
             {"classifier_pooling": "mean"},
-            "classifies by the first token, and this model by the mean",
+            "must be 'cls' for llama.cpp, got 'mean'",
         ),
     ),
 )
 def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, words):
     source = make(model_class, **changes)
-    with pytest.raises(UserError, match="neobert export onnx and openvino carry it") as caught:
+    with pytest.raises(
+        UserError, match="`neobert export onnx` or `neobert export openvino`"
+    ) as caught:
         export(source)
     assert words in str(caught.value) and not (source.folder.parent / "out.gguf").exists()
 
@@ -398,7 +420,7 @@ def test_numbers_that_float16_does_not_reach(make):
     source = make()
     with torch.no_grad():
         source.model.transformer_encoder[0].wo.weight[0, 0] = 70000.0
-    words = r"blk.0.attn_output.weight holds 7e\+04, which float16 does not reach; give --dtype f32"
+    words = r"blk.0.attn_output.weight must be at most 65504 in float16, got 7e\+04. Use --dty"
     with pytest.raises(UserError, match=words):
         export(source, "--dtype", "f16")
     assert export(source, "--dtype", "f32").exists()
@@ -408,7 +430,9 @@ def test_another_kind_of_tokenizer(tmp_path):
     tokenizer = tokenizer_of(tmp_path)
     tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
     writer = gguf.GGUFWriter(None, "neo-bert")
-    with pytest.raises(UserError, match="WordPiece tokenizer only.*pre_tokenizer Whitespace"):
+    with pytest.raises(
+        UserError, match="WordPiece tokenizer for GGUF, got .*pre_tokenizer Whitespace"
+    ):
         gguf_file.describe_tokenizer(writer, tokenizer, SMALL["vocab_size"])
 
 
@@ -437,7 +461,7 @@ def test_the_command(tmp_path, capsys):
     folder, output = tmp_path / "model", tmp_path / "out.gguf"
     build(NeoBERTForTokenClassification, num_labels=3, **SMALL).save_pretrained(folder)
     tokenizer_of(folder).save_pretrained(folder)
-    with pytest.raises(UserError, match="--head base exports its backbone"):
+    with pytest.raises(UserError, match="Use --head base to export its backbone"):
         command.main(["gguf", str(folder), str(output)])
     options = ["--head", "base", "--dtype", "q8_0"]
     assert command.main(["gguf", str(folder), str(output), *options]) == 0
