@@ -40,8 +40,9 @@ SMALL = {
     ),
     "adapt to a domain or language": (
         [
-            "--max-steps=3 --tokens-per-step=512 --tokens-per-batch=512 --max-length=64".split()
-            + "--bf16=false --eval-steps=2 --save-steps=1 --dataloader-num-workers=0".split(),
+            "--max-steps=3 --global-batch-tokens=512 --micro-batch-tokens=512".split()
+            + "--max-length=64 --bf16=false --eval-steps=2 --save-steps=1".split()
+            + ["--dataloader-num-workers=0"],
         ],
         "runs/adapted/model.safetensors",
     ),

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common.errors import UserError
 from ..common.packing import pack
 from .masking import TokenMasking
-from .options import BatchArguments
+from .options import BatchOptions
 from .plans import Plan
 from .prepared import TokenizedTexts
 
@@ -61,11 +61,11 @@ class TokenWindows:
     """
 
     def __init__(
-        self, texts: TokenizedTexts, boundaries: tuple[int, int], spec: BatchArguments
+        self, texts: TokenizedTexts, boundaries: tuple[int, int], spec: BatchOptions
     ) -> None:
         self.texts = texts
         self.boundaries = boundaries
-        self.body_length = spec.max_length - 2
+        self.body_length = spec.sequence_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends: np.ndarray | None = None
         if spec.long_texts == "split":
@@ -142,7 +142,7 @@ class MicroBatches(torch.utils.data.Dataset):
         self,
         windows: TokenWindows,
         masking: TokenMasking,
-        spec: BatchArguments,
+        spec: BatchOptions,
         seed: int,
         count: int | None = None,
     ) -> None:
@@ -183,7 +183,7 @@ class MicroBatches(torch.utils.data.Dataset):
 
 def masked_batch(
     texts: Sequence[np.ndarray],
-    spec: BatchArguments,
+    spec: BatchOptions,
     masking: TokenMasking,
     seed: int,
     number: int,
@@ -209,7 +209,7 @@ def masked_batch(
     if spec.layout == "packed":
         batch = pack(sorted(texts, key=len))
     else:
-        row_length = min(len(texts[0]), spec.max_length)
+        row_length = min(len(texts[0]), spec.sequence_length)
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, row_length)}
 
     generator = batch_generator(seed, number)

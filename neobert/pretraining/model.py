@@ -1,25 +1,33 @@
-"""The model that a run trains: freshly initialised, or from the weights of another run."""
+"""Model and tokenizer of a run: from random weights, or from the weights of another model."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from transformers import set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
-from ..common.loading import ALIASES, check_model_fields, check_there, load_tokenizer
-from ..configuration_neobert import NeoBERTConfig
+from ..common.identity import model_fingerprint
+from ..common.loading import check_exists, check_model_fields, load_tokenizer
+from ..configuration_neobert import ALIASES, NeoBERTConfig
 from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .prepared import tokenizer_fingerprint
-from .vocabulary_transfer import replace_vocabulary
+from .sources import content_hash
+from .vocabulary_transfer import RowSources, replace_vocabulary
 
 
-# The Hub folder of a raw checkpoint in the output of a run, until the run has finished.
+# Directory in the output of a run with the Hub format of a raw checkpoint. It is removed when the
+# run has finished.
 START = ".start.tmp"
 
-# What weights are made for.
+# Maximum number of padding rows of a vocabulary, which is often rounded up to a multiple of 128.
+MAX_PADDING_ROWS = 127
+
+# Fields of the configuration that weights determine.
 _SHAPE = (
     "hidden_size",
     "num_hidden_layers",
@@ -33,161 +41,233 @@ _SHAPE = (
 )
 
 
-def choose_tokenizer(given, start, init_embeddings=None):
-    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it,
-    unless they are to be replaced; else the given or the bundled one.
+# ------------------------------------------------------------------------------------------------
+# start of a run
+
+
+def is_raw_checkpoint(init_from: str) -> bool:
+    """Return whether a name is a local checkpoint that must be converted to the Hub format."""
+    path = Path(init_from)
+    return path.exists() and not (path / "config.json").is_file()
+
+
+def start_fingerprint(init_from: str) -> str:
+    """Return a text that identifies the weights that a run starts from.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    check_exists(init_from)
+    if not is_raw_checkpoint(init_from):
+        return model_fingerprint(init_from)
+    path = Path(init_from)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return content_hash(sorted(files))
+
+
+def weights_folder(init_from: str, output: str | Path, is_first: bool) -> str:
+    """Return the directory or Hub name of the weights that a run starts from.
 
     Args:
-        given: folder or Hub name, or None.
-        start: see `weights_folder`, or None.
-        init_embeddings: how rows for the vocabulary of `given` are made, or None.
+        init_from: Value of `init_from`.
+        output: Output directory of the run, in which a raw checkpoint is converted.
+        is_first: Whether this process converts the checkpoint. It must be the first one to call
+            this function.
+
     Raises:
-        UserError: `given` is not the tokenizer of `start`, and nothing says where its rows come
-            from.
+        UserError: If there is no such model, or the checkpoint cannot be converted.
+    """
+    check_exists(init_from)
+    if not is_raw_checkpoint(init_from):
+        return init_from
+    start = Path(output) / START
+    if is_first:
+        # An interrupted run leaves the directory behind.
+        shutil.rmtree(start, ignore_errors=True)
+        write_start(init_from, start)
+    return str(start)
+
+
+# ------------------------------------------------------------------------------------------------
+# tokenizer
+
+
+def choose_tokenizer(
+    name: str | None,
+    start: str | None,
+    init_embeddings: Literal["transfer"] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a run.
+
+    Without a start it is the named tokenizer or the bundled one. With a start it is the tokenizer
+    of the start, whose embeddings belong to it, unless `init_embeddings` is set.
+
+    Args:
+        name: Directory or Hub name of a tokenizer, or None.
+        start: Result of `weights_folder`, or None.
+        init_embeddings: Initialization of the embeddings of another tokenizer.
+
+    Raises:
+        UserError: If the named tokenizer differs from that of the start, and `init_embeddings` is
+            not set.
     """
     if start is None:
-        return load_tokenizer(given or str(TOKENIZER))
+        return load_tokenizer(name or str(TOKENIZER))
+    if name is None:
+        return load_tokenizer(start)
     if init_embeddings is not None:
-        return load_tokenizer(given)
+        return load_tokenizer(name)
+
     try:
         tokenizer = load_tokenizer(start)
     except UserError:
-        if given is None:
-            raise
-        return load_tokenizer(given)  # weights alone
-    if given is not None and tokenizer_fingerprint(load_tokenizer(given)) != tokenizer_fingerprint(
-        tokenizer
-    ):
+        # The directory contains weights alone.
+        return load_tokenizer(name)
+    if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
         raise UserError(
-            f"tokenizer {given} is another one than that of init_from {start}, which the weights "
-            "belong to; leave it out, or give init_embeddings: transplant, which makes the rows of "
-            "its vocabulary out of theirs"
+            f"`tokenizer` {name} differs from the tokenizer of `init_from` {start}, to which the "
+            "weights belong. Omit the option, or pass --init-embeddings transfer to initialize "
+            "embeddings for its vocabulary."
         )
     return tokenizer
 
 
-def make_model(model_config, init_from, tokenizer, seed, rows=None):
-    """`NeoBERTForMaskedLM`, in float32.
+# ------------------------------------------------------------------------------------------------
+# model
+
+
+def make_model(
+    model_config: Mapping[str, Any],
+    start: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    rows: RowSources | None = None,
+) -> NeoBERTForMaskedLM:
+    """Return the model that a run trains, in float32.
 
     Args:
-        model_config: {field of NeoBERTConfig: value}, or None.
-        init_from: `weights_folder`, or None for a fresh initialisation.
-        tokenizer: whose vocabulary it has.
-        seed: of the initialisation.
-        rows: `Rows` that replace the vocabulary of `init_from`, or None.
+        model_config: Fields of NeoBERTConfig.
+        start: Result of `weights_folder`, or None for random weights.
+        tokenizer: Tokenizer of the model.
+        seed: Random seed of the initialization.
+        rows: Sources of the rows that replace the vocabulary of `start`, or None.
+
     Raises:
-        UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's,
-            weights of another architecture.
+        UserError: If a field is unknown, the vocabularies of model and tokenizer do not match, or
+            the weights are those of another architecture.
     """
-    given = dict(model_config or {})
-    check_model_fields(given, "model_config")
-    given.setdefault("sparse_prediction", True)
-    if init_from is not None:
-        return _load(init_from, given, tokenizer, rows)
-    given.setdefault("vocab_size", len(tokenizer))
-    given.setdefault("pad_token_id", tokenizer.pad_token_id)
-    config = _checked_config(given)
-    _check_vocabulary(config.vocab_size, tokenizer, "model_config")
+    fields = dict(model_config)
+    check_model_fields(fields, "model_config")
+    fields.setdefault("sparse_prediction", True)
+    if start is not None:
+        return _load_model(start, fields, tokenizer, rows)
+
+    fields.setdefault("vocab_size", len(tokenizer))
+    fields.setdefault("pad_token_id", tokenizer.pad_token_id)
+    config = _make_config(fields)
+    _check_vocabulary(config.vocab_size, tokenizer, "`model_config`")
     set_seed(seed)
     return NeoBERTForMaskedLM(config)
 
 
-def read_config(model_config: dict | None, init_from: str | None) -> NeoBERTConfig:
+def read_config(model_config: Mapping[str, Any], start: str | None) -> NeoBERTConfig:
     """Return the configuration that `make_model` starts from, without loading weights.
 
     Args:
-        model_config: Fields of NeoBERTConfig; only `init_from`'s own count where it is given.
-        init_from: Folder or Hub name as `weights_folder` returns it, or None.
+        model_config: Fields of NeoBERTConfig, which are ignored if there is a start.
+        start: Result of `weights_folder`, or None.
 
     Raises:
-        UserError: The configuration cannot be loaded.
+        UserError: If the configuration cannot be loaded.
     """
-    if init_from is None:
-        return _checked_config(model_config or {})
+    if start is None:
+        return _make_config(model_config)
+    # transformers raises several types of errors for values that it does not accept.
     try:
-        return NeoBERTConfig.from_pretrained(init_from)
-    except Exception as error:  # the library has no one kind for values that it cannot read
-        raise UserError(
-            f"init_from {init_from}: its config.json cannot be loaded ({one_line(error)})"
-        ) from error
-
-
-def _load(name, given, tokenizer, rows):
-    config = read_config(None, name)
-    if rows is None:
-        _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
-    else:
-        count = given.pop("vocab_size", len(tokenizer))
-        pad = given.pop("pad_token_id", tokenizer.pad_token_id)
-        _check_vocabulary(count, tokenizer, "model_config")
-    _override(config, given, name)
-    try:
-        model, info = NeoBERTForMaskedLM.from_pretrained(
-            name, config=config, dtype=torch.float32, output_loading_info=True
-        )
-    # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
+        return NeoBERTConfig.from_pretrained(start)
     except Exception as error:
         raise UserError(
-            f"init_from {name}: its weights cannot be loaded ({one_line(error)})"
+            f"the config.json of `init_from` {start} cannot be loaded: {one_line(error)}."
         ) from error
+
+
+def _load_model(
+    start: str,
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    rows: RowSources | None,
+) -> NeoBERTForMaskedLM:
+    """Load the weights of another model, and replace its vocabulary if `rows` is not None."""
+    config = read_config({}, start)
+    vocab_size = config.vocab_size
+    pad_token_id = config.pad_token_id
+    if rows is None:
+        _check_vocabulary(vocab_size, tokenizer, f"`init_from` {start}")
+    else:
+        vocab_size = fields.pop("vocab_size", len(tokenizer))
+        pad_token_id = fields.pop("pad_token_id", tokenizer.pad_token_id)
+        _check_vocabulary(vocab_size, tokenizer, "`model_config`")
+    _override(config, fields, start)
+
+    # A damaged file is an error of safetensors, another shape a RuntimeError, no file an OSError.
+    try:
+        loaded: Any = NeoBERTForMaskedLM.from_pretrained(
+            start, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:
+        raise UserError(
+            f"the weights of `init_from` {start} cannot be loaded: {one_line(error)}."
+        ) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
-            f"init_from {name} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint "
-            "of NeoBERT is needed"
+            f"`init_from` {start} has no weights for {', '.join(missing[:3])}. Use a masked "
+            "language model of NeoBERT."
         )
+
     if rows is not None:
-        replace_vocabulary(model, rows, count, pad)
+        replace_vocabulary(model, rows, vocab_size, pad_token_id)
     return model
 
 
-def _checked_config(values):
+def _make_config(fields: Mapping[str, Any]) -> NeoBERTConfig:
     try:
-        return NeoBERTConfig(**values)
+        return NeoBERTConfig(**fields)
     except (ValueError, TypeError) as error:
-        raise UserError(f"model_config: {error}") from error
+        raise UserError(f"`model_config`: {one_line(error)}.") from error
 
 
-def _override(config, given, source):
-    """Sets the fields of `config` that `given` names, under whichever name; UserError for one that
-    the weights of `source` fix."""
-    named = {target for name in given for target in ALIASES.get(name, (name,))}
-    kept = {
+def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> None:
+    """Set fields of a configuration, under any of their names.
+
+    Raises:
+        UserError: If a value is invalid, or the weights of `start` determine the field.
+    """
+    named = {target for name in fields for target in ALIASES.get(name, (name,))}
+    values = {
         name: getattr(config, name)
         for name in (*_SHAPE, "max_position_embeddings")
         if name not in named
     }
-    wanted = _checked_config({**kept, **given})
-    for name in given:
+    new_config = _make_config({**values, **fields})
+
+    for name, value in fields.items():
         for target in ALIASES.get(name, (name,)):
-            # YaRN takes the length that the weights were trained at from `config`.
-            value = given[name] if target.startswith("rope_") else getattr(wanted, target)
-            if target in _SHAPE and getattr(config, target) != value:
+            # YaRN takes the length that the weights were trained with from `config`.
+            new_value = value if target.startswith("rope_") else getattr(new_config, target)
+            if target in _SHAPE and getattr(config, target) != new_value:
                 raise UserError(
-                    f"init_from {source} has {target}={getattr(config, target)!r}, but "
-                    f"model_config asks for {value!r}"
+                    f"`{target}` of `init_from` {start} is {getattr(config, target)!r}, but "
+                    f"`model_config` sets {new_value!r}."
                 )
-            setattr(config, target, value)
+            setattr(config, target, new_value)
 
 
-def _check_vocabulary(rows, tokenizer, where):
-    """Some padding rows (to a multiple of 128, say) are fine; fewer rows than tokens, or far more,
-    are another vocabulary."""
-    if not len(tokenizer) <= rows < len(tokenizer) + 128:
+def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Check that a model and a tokenizer have the same vocabulary, except for padding rows."""
+    if not 0 <= vocab_size - len(tokenizer) <= MAX_PADDING_ROWS:
         raise UserError(
-            f"{where} has a vocabulary of {rows}, but the tokenizer has {len(tokenizer)} tokens; "
-            "they must belong together"
+            f"{where} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "
+            f"{len(tokenizer):,} tokens. Use the tokenizer of the model."
         )
-
-
-def weights_folder(init_from, output, is_first):
-    """Where the weights of `init_from` are: itself, or of a raw checkpoint the Hub folder of it,
-    `START` in `output`, which the run's first process makes."""
-    check_there(init_from)
-    if not Path(init_from).exists() or (Path(init_from) / "config.json").is_file():
-        return init_from
-    start = Path(output) / START
-    if is_first:
-        shutil.rmtree(start, ignore_errors=True)  # of a run that was interrupted
-        write_start(init_from, start)
-    return str(start)

@@ -1,230 +1,365 @@
-"""Options of `neobert pretrain`, `tokenizer` and `pseudo-perplexity`, with the paper's values
-as defaults. Imports neither torch nor transformers."""
+"""Options of `neobert pretrain`, with the values of the paper as defaults.
 
-from dataclasses import dataclass
-from typing import Literal
+The table of options also contains `neobert tokenizer` and `neobert pseudo-perplexity`. The module
+imports neither torch nor transformers.
+"""
 
-from ..common.arguments import Arguments, Options, check_values, option
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
 from ..common.errors import UserError
+from ..common.options import OptionGroup, OptionParser, option
 from .pseudo_perplexity_options import PARSER as PSEUDO_PERPLEXITY_PARSER
 from .tokenizer_options import PARSER as TOKENIZER_PARSER
 
 
-@dataclass
-class ModelArguments(Arguments):
-    """What is trained."""
+# Number of sequences of a micro-batch if neither its sequences nor its tokens are set.
+DEFAULT_MICRO_BATCH_SIZE = 32
 
-    model_config: dict | None = option(
-        None, "fields of NeoBERTConfig that differ from the published model, as a mapping"
+
+@dataclass(frozen=True)
+class ModelOptions(OptionGroup):
+    """Model to train."""
+
+    title = "Model"
+
+    model_config: dict[str, Any] = option(
+        default_factory=dict,
+        help="Fields of NeoBERTConfig that differ from those of the published model, or of "
+        "--init-from.",
     )
-    tokenizer: str | None = option(
-        None, "folder or Hub name; default: that of init_from, or the bundled one", free=True
-    )
+    # The weights and the tokenizer are identified by their content.
     init_from: str | None = option(
         None,
-        "start from these weights (stage 2): a run's output folder, one of its checkpoints, a raw "
-        "checkpoint that neobert convert reads, a Hub folder or name",
-        free=True,
+        "Model to start from instead of random weights: the output directory of a run, one of its "
+        "checkpoints, a raw checkpoint that `neobert convert` reads, or a name on the Hub.",
+        metavar="NAME",
+        affects_results=False,
     )
-    init_embeddings: str | None = option(
+    tokenizer: str | None = option(
         None,
-        "with init_from and another tokenizer: rows of its vocabulary out of the old ones",
-        choices=("transplant",),
+        "Tokenizer: a directory or a name on the Hub. By default that of --init-from, or the "
+        "bundled one.",
+        metavar="NAME",
+        affects_results=False,
+    )
+    init_embeddings: Literal["transfer"] | None = option(
+        None,
+        "Initialization of the token embeddings if --tokenizer differs from the tokenizer of "
+        "--init-from. transfer: from the embeddings of the old tokens (vocabulary transfer).",
     )
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __post_init__(self) -> None:
         if self.init_embeddings and (self.init_from is None or self.tokenizer is None):
             raise UserError(
-                f"init_embeddings {self.init_embeddings} needs init_from, the weights to start "
-                "from, and tokenizer, with the new vocabulary"
+                "`init_embeddings` needs `init_from`, the model with the old embeddings, and "
+                "`tokenizer`, the new tokenizer."
             )
 
 
-@dataclass
-class DataArguments(Arguments):
-    """What it is trained on."""
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(OptionGroup):
+    """Training texts."""
 
-    dataset: str | list = option(
-        help=(
-            "Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, "
-            "parquet, a saved set; several as a list, also with weights: [{name: mine.jsonl, "
-            "weight: 0.9}, {name: general.jsonl, weight: 0.1}]"
-        ),
-        free=True,  # known by its digest
+    title = "Data"
+
+    # Datasets are identified by their content.
+    dataset: str | list[str | dict[str, Any]] = option(
+        help="Training texts: a file, a directory or a glob (txt, jsonl, csv, tsv, parquet), a "
+        "saved dataset, or a dataset on the Hub (name:subset@revision). Several as a list, also "
+        "with sampling weights: [{name: mine.jsonl, weight: 0.9}, {name: general.jsonl, weight: "
+        "0.1}].",
+        metavar="NAME",
+        affects_results=False,
     )
-    split: str = option("train", "split of a Hub or saved data set")
-    column: str = option("text", "column with the text")
-    heldout: str | list | dict | None = option(
-        None,
-        "held-out text, as dataset, or several sets: {domain: a.jsonl, general: b.jsonl}; measured "
-        "before the first step, every eval_steps and at the end",
-        free=True,
-    )
+    split: str = option("train", "Split of a Hub dataset or a saved dataset.", metavar="NAME")
+    column: str = option("text", "Column that contains the texts.", metavar="NAME")
     streaming: bool | None = option(
         None,
-        "read and tokenise while training, prepared set or not; default: yes for one Hub name "
-        "without a prepared set",
+        "Tokenize the texts during training instead of preparing them first. By default true for "
+        "a single Hub dataset that has not been prepared.",
     )
     prepared: str | None = option(
-        None, "where the tokenised set is kept; default OUTPUT/prepared", free=True
-    )
-    prepare: bool = option(False, "tokenise the data and stop", free=True)
-    measure: bool = option(
-        False, "measure the held-out text with the weights of init_from and stop", free=True
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.measure and self.heldout is None:
-            raise UserError("measure needs held-out text: give heldout")
-
-
-@dataclass
-class BatchArguments(Arguments):
-    """In which batches, with which masks.
-
-    Attributes:
-        parts: ((least tokens of a text, probability), ...) of the mixture: each micro-batch comes
-            from one of these parts.
-    """
-
-    max_length: int | Literal["auto"] = option(
-        1024,
-        "Maximum sequence length in tokens, including [CLS] and [SEP], at least 3. auto: context "
-        "length of the model, at most 1024.",
-    )
-    long_texts: str = option(
-        "truncate",
-        "what happens to longer ones: truncate, or split into windows of max_length",
-        choices=("truncate", "split"),
-    )
-    layout: str = option(
-        "packed",
-        "packed: nothing padded; packed_without_boundaries is ablation M6",
-        choices=("packed", "packed_without_boundaries"),
-    )
-    texts_per_batch: int | None = option(None, "texts of a micro-batch on each device", least=1)
-    tokens_per_batch: int | None = option(None, "or its tokens, at most", least=3)
-    texts_per_step: int | None = option(
         None,
-        "texts of an optimizer step over all devices; gradient_accumulation_steps then follows "
-        "from the number of processes",
-        least=1,
+        "Directory of the tokenized texts, which several runs may share. By default "
+        "OUTPUT/prepared.",
+        metavar="PATH",
+        affects_results=False,
     )
-    tokens_per_step: int | None = option(None, "or its tokens, at most", least=3)
+    prepare: bool = option(False, "Tokenize the texts and exit.", affects_results=False)
+
+
+@dataclass(frozen=True)
+class ValidationOptions(OptionGroup):
+    """Validation texts."""
+
+    title = "Validation"
+
+    validation: str | list[str | dict[str, Any]] | dict[str, Any] | None = option(
+        None,
+        "Validation texts in the form of --dataset, or several named sets: {domain: a.jsonl, "
+        "general: b.jsonl}. Evaluated before the first step, every --eval-steps steps if "
+        "--eval-strategy is steps, and at the end.",
+        metavar="NAME",
+        affects_results=False,
+    )
+    evaluate_only: bool = option(
+        False,
+        "Evaluate the model of --init-from on the validation texts and exit.",
+        affects_results=False,
+    )
+
+    def __post_init__(self) -> None:
+        if self.evaluate_only and self.validation is None:
+            raise UserError("`evaluate_only` needs validation texts. Pass --validation.")
+
+
+@dataclass(frozen=True)
+class BatchOptions(OptionGroup):
+    """Length, layout and size of batches."""
+
+    title = "Batching"
+
+    max_length: Annotated[int, Meta(ge=3)] | Literal["auto"] = option(
+        1024,
+        "Maximum sequence length in tokens, including [CLS] and [SEP]. auto: context length of "
+        "the model, at most 1024.",
+        metavar="INT|auto",
+    )
+    long_texts: Literal["truncate", "split"] = option(
+        "truncate",
+        "Treatment of texts longer than --max-length. split: use consecutive windows of "
+        "--max-length tokens.",
+    )
+    layout: Literal["packed", "packed_without_boundaries"] = option(
+        "packed",
+        "Layout of a batch. packed: sequences are concatenated without padding, and attention "
+        "stays within a sequence. packed_without_boundaries: attention crosses the boundaries "
+        "(ablation M6).",
+    )
+    micro_batch_size: Annotated[int, Meta(ge=1)] | None = option(
+        None,
+        "Number of sequences per micro-batch on each device. By default "
+        f"{DEFAULT_MICRO_BATCH_SIZE}, unless --micro-batch-tokens is set.",
+    )
+    micro_batch_tokens: Annotated[int, Meta(ge=3)] | None = option(
+        None, "Maximum number of tokens per micro-batch on each device."
+    )
+    global_batch_size: Annotated[int, Meta(ge=1)] | None = option(
+        None,
+        "Number of sequences per optimizer step over all devices, which determines "
+        "--gradient-accumulation-steps.",
+    )
+    global_batch_tokens: Annotated[int, Meta(ge=3)] | None = option(
+        None,
+        "Maximum number of tokens per optimizer step over all devices, which determines "
+        "--gradient-accumulation-steps.",
+    )
     mixture: dict[int, float] | None = option(
         None,
-        "{least tokens of a text: probability} that a batch is drawn from such texts (stage 2)",
-    )
-    mlm_probability: float = option(
-        0.2, "share of the real tokens that are predicted", above=0, below=1
-    )
-    mask_replace_prob: float = option(
-        1.0, "share of the predicted tokens that [MASK] replaces", least=0, most=1
-    )
-    random_replace_prob: float = option(
-        0.0, "share of the predicted tokens that a random token replaces", least=0, most=1
-    )
-    mask_schedule: list[float] | None = option(
-        None,
-        "mlm_probability at the beginning and at the end, on a straight line between them",
-        above=0,
-        below=1,
+        "Probabilities that a micro-batch contains only texts of a minimum length, {minimum number "
+        "of tokens: probability} (stage 2 of the paper).",
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        # The length that `auto` selects is checked when it is known.
-        length = 3 if self.max_length == "auto" else self.max_length
-        check_values({"max_length": length}, {"max_length": {"least": 3}})
-        tokens = self.tokens_per_batch
-        if tokens is None and self.texts_per_batch is None:
-            self.texts_per_batch = 32
-        self.parts = tuple((self.mixture or {0: 1.0}).items())
-        shares = [share for _, share in self.parts]
-        if min(shares) <= 0 or not abs(sum(shares) - 1) <= 1e-6:
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens is not None and self.micro_batch_size is not None:
             raise UserError(
-                f"the mixture's probabilities must be above 0 and sum to 1, but {self.mixture} was "
-                "given"
+                "`micro_batch_size` and `micro_batch_tokens` cannot be combined. Remove one of "
+                "them."
             )
-        if tokens is not None and self.texts_per_batch is not None:
-            raise UserError("give either tokens_per_batch or texts_per_batch")
-        if tokens is not None and tokens < length:
+        if self.micro_batch_tokens is None and self.micro_batch_size is None:
+            object.__setattr__(self, "micro_batch_size", DEFAULT_MICRO_BATCH_SIZE)
+        self._check_mixture()
+        self._check_micro_batch_tokens()
+
+    def _check_mixture(self) -> None:
+        probabilities = [probability for _, probability in self.parts]
+        if min(probabilities) <= 0 or not abs(sum(probabilities) - 1) <= 1e-6:
             raise UserError(
-                f"tokens_per_batch {tokens} is less than one text of max_length {length}; raise it "
-                "or lower max_length"
-            )
-        if self.layout == "packed_without_boundaries" and (tokens is None or tokens % length):
-            raise UserError(
-                f"layout {self.layout} needs tokens_per_batch, a multiple of max_length {length}"
+                "the probabilities of `mixture` must be greater than 0 and sum to 1, got "
+                f"{self.mixture}."
             )
 
-    def accumulation(self, processes):
-        """Micro-batches of an optimizer step on each device, or None where the recipe states no
-        size of a step.
+    def _check_micro_batch_tokens(self) -> None:
+        # The length that `auto` selects is checked when the model is known.
+        max_length = 3 if self.max_length == "auto" else self.max_length
+        tokens = self.micro_batch_tokens
+        if tokens is not None and tokens < max_length:
+            raise UserError(
+                f"`micro_batch_tokens` must be at least `max_length`, {max_length}, got {tokens}. "
+                "Increase it, or lower --max-length."
+            )
+        has_full_rows = tokens is not None and tokens % max_length == 0
+        if self.layout == "packed_without_boundaries" and not has_full_rows:
+            raise UserError(
+                "`micro_batch_tokens` must be a multiple of `max_length`, "
+                f"{max_length}, with `layout` {self.layout}, got {tokens}."
+            )
+
+    @property
+    def sequence_length(self) -> int:
+        """Maximum sequence length in tokens, after `auto` has been replaced."""
+        if self.max_length == "auto":
+            raise ValueError("`max_length` is auto until the model is known.")
+        return self.max_length
+
+    @property
+    def parts(self) -> tuple[tuple[int, float], ...]:
+        """Parts of the mixture, ((minimum number of tokens of a text, probability), ...)."""
+        return tuple((self.mixture or {0: 1.0}).items())
+
+    def gradient_accumulation_steps(self, processes: int) -> int | None:
+        """Return the number of micro-batches per optimizer step on each device.
+
+        Args:
+            processes: Number of processes, one per device.
+
+        Returns:
+            None if no global batch size is set.
 
         Raises:
-            UserError: the step is not a multiple of what `processes` devices take at once, or has
-                another unit than the micro-batch.
+            UserError: If the global batch is not a multiple of the micro-batches of all processes,
+                or is in another unit.
         """
-        unit, size = "texts", self.texts_per_batch
-        step, other = self.texts_per_step, self.tokens_per_step
-        if size is None:
-            unit, size = "tokens", self.tokens_per_batch
-            step, other = other, step
-        if other is not None:
+        if self.micro_batch_tokens is not None:
+            names = ("micro_batch_tokens", "global_batch_tokens", "global_batch_size")
+            micro_batch = self.micro_batch_tokens
+            global_batch = self.global_batch_tokens
+            other_unit = self.global_batch_size
+        else:
+            names = ("micro_batch_size", "global_batch_size", "global_batch_tokens")
+            micro_batch = self.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
+            global_batch = self.global_batch_size
+            other_unit = self.global_batch_tokens
+
+        micro_name, global_name, other_name = names
+        if other_unit is not None:
             raise UserError(
-                f"a step and a micro-batch have one unit: with {unit}_per_batch give "
-                f"{unit}_per_step"
+                f"`{other_name}` cannot be combined with `{micro_name}`. Use `{global_name}`, "
+                "which is in the same unit."
             )
-        if step is None:
+        if global_batch is None:
             return None
-        if step % (size * processes):
+        if global_batch % (micro_batch * processes):
             raise UserError(
-                f"{unit}_per_step {step:,} is not a multiple of {size:,} {unit} x {processes} "
-                f"processes; give another {unit}_per_batch, "
-                "or another number of processes"
+                f"`{global_name}` must be a multiple of `{micro_name}` times the number of "
+                f"processes, {micro_batch:,} x {processes}, got {global_batch:,}. Change "
+                f"`{micro_name}` or the number of processes."
             )
-        return step // (size * processes)
+        return global_batch // (micro_batch * processes)
 
 
-@dataclass
-class RunArguments(Arguments):
-    """What else a run does."""
+@dataclass(frozen=True)
+class MaskingOptions(OptionGroup):
+    """Masking of the tokens."""
 
-    output: str = option("runs/pretrain", "checkpoints, logs and the final model", free=True)
-    keep_every: int = option(
-        0,
-        "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none",
-        free=True,
-        least=0,
+    title = "Masking"
+
+    mlm_probability: Annotated[float, Meta(gt=0, lt=1)] = option(
+        0.2, "Fraction of the tokens that are predicted, without special tokens."
     )
-    peak_tflops: float | None = option(
-        None, "the device's peak; the log then has mfu", free=True, above=0
+    mask_replace_prob: Annotated[float, Meta(ge=0, le=1)] = option(
+        1.0, "Fraction of the predicted tokens that are replaced by [MASK]."
     )
-    compile: bool = option(False, "torch.compile the blocks while training", free=True)
-    # Trainer's own options, which accept "auto" here.
-    learning_rate: float | Literal["auto"] = option(
+    random_replace_prob: Annotated[float, Meta(ge=0, le=1)] = option(
+        0.0, "Fraction of the predicted tokens that are replaced by random tokens."
+    )
+    mask_schedule: list[Annotated[float, Meta(gt=0, lt=1)]] | None = option(
+        None,
+        "Values of --mlm-probability at the start and at the end of the run, with linear "
+        "interpolation.",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizationOptions(OptionGroup):
+    """Length of the run, learning rate and precision."""
+
+    title = "Optimization"
+
+    max_steps: Annotated[int, Meta(ge=1)] = option(
+        1_000_000, "Maximum number of optimizer steps.", metavar="INT"
+    )
+    num_train_epochs: Annotated[float, Meta(gt=0)] | None = option(
+        None,
+        "Maximum number of epochs over prepared texts. The run ends at --max-steps or after "
+        "--num-train-epochs, whichever comes first.",
+    )
+    # The values that `auto` selects are part of the identity of a run.
+    learning_rate: Annotated[float, Meta(ge=0)] | Literal["auto"] = option(
         6e-4,
-        "Peak learning rate. auto: 3e-4 for a hidden size of 768 or more, and inversely "
-        "proportional to the hidden size below, a rate for continued pre-training.",
-        free=True,  # part of the identity of a run as Trainer's option
+        "Peak learning rate. auto: a rate for continued pre-training, 3e-4 for a hidden size of "
+        "768 or more, and inversely proportional to the hidden size below.",
+        metavar="FLOAT|auto",
+        affects_results=False,
     )
     bf16: bool | Literal["auto"] = option(
         False,
-        "Autocast to bfloat16. auto: on accelerators that compute bfloat16, float32 elsewhere.",
-        free=True,
+        "Train in bfloat16 mixed precision. auto: on accelerators that compute bfloat16.",
+        metavar="{true,false,auto}",
+        affects_results=False,
+    )
+    compile: bool = option(
+        False, "Compile the blocks with torch.compile for training.", affects_results=False
     )
 
 
-GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
+@dataclass(frozen=True)
+class OutputOptions(OptionGroup):
+    """Output directory, checkpoints and logs."""
+
+    title = "Output"
+
+    output: str = option(
+        "runs/pretrain",
+        "Output directory for checkpoints, logs and the final model.",
+        metavar="PATH",
+        affects_results=False,
+    )
+    keep_every: Annotated[int, Meta(ge=0)] = option(
+        0,
+        "Number of steps between two checkpoints that are kept beside the newest "
+        "--save-total-limit ones; 0 for none.",
+        affects_results=False,
+    )
+    peak_tflops: Annotated[float, Meta(gt=0)] | None = option(
+        None,
+        "Peak throughput of a device in TFLOP/s, which adds the model FLOPs utilization (mfu) to "
+        "the log.",
+        affects_results=False,
+    )
 
 
-# Options of transformers' Trainer with the paper's values (section 4). Its warm-up of 2,000 steps
-# is 5 % of the steps in a run of fewer than 40,000.
-TRAINER = {
-    "max_steps": 1_000_000,
+@dataclass(frozen=True)
+class PretrainOptions:
+    """Options of `neobert pretrain`."""
+
+    model: ModelOptions
+    data: DataOptions
+    validation: ValidationOptions = ValidationOptions()
+    batch: BatchOptions = BatchOptions()
+    masking: MaskingOptions = MaskingOptions()
+    optimization: OptimizationOptions = OptimizationOptions()
+    output: OutputOptions = OutputOptions()
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def output_folder(self) -> Path:
+        """Output directory."""
+        return Path(self.output.output)
+
+    @property
+    def prepared_folder(self) -> Path:
+        """Directory of the tokenized texts."""
+        return Path(self.data.prepared or self.output_folder / "prepared")
+
+
+# Options of Trainer whose defaults differ, from section 4 of the paper. The warmup of 2,000 steps
+# is 5 % of the steps in runs of fewer than 40,000 steps.
+TRAINER_DEFAULTS = {
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
@@ -238,15 +373,15 @@ TRAINER = {
 }
 
 
-OPTIONS = {
+OPTIONS: dict[str, OptionParser[Any]] = {
     "tokenizer": TOKENIZER_PARSER,
-    "pretrain": Options(
+    "pretrain": OptionParser(
         "neobert pretrain",
-        "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "
-        "continues from the last complete checkpoint.",
-        GROUPS,
+        "Pre-train a masked language model as in the paper (sections 3 and 4), or continue the "
+        "pre-training of a model. Running the same command again resumes an interrupted run.",
+        PretrainOptions,
         "neobert pretrain recipes/example_small.yaml --dataset texts.txt --output runs/first",
-        TRAINER,
+        TRAINER_DEFAULTS,
     ),
     "pseudo-perplexity": PSEUDO_PERPLEXITY_PARSER,
 }

@@ -1,155 +1,247 @@
-"""Which texts are in batch k of an endless series of shuffled passes over the data: a function of
-the seed and k."""
+"""Order of the texts: which windows are in batch k of an endless series of shuffled epochs.
+
+The windows of a batch are a function of the seed and k.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..common.errors import UserError
+from .options import BatchOptions
 
 
-# Draws of the rarest weighted source in a pass, so that rounding moves its share by 0.5 % of it at
-# most.
-LEAST_DRAWS = 100
+if TYPE_CHECKING:
+    from .batches import TokenWindows
+
+
+# Minimum number of samples of the rarest weighted source per epoch, so that rounding changes its
+# fraction by at most 0.5 %.
+MIN_SAMPLES = 100
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Batches of one epoch.
+
+    Attributes:
+        order: Ids of the windows in their order, (windows,).
+        bounds: Positions between the batches, (batches + 1,): batch i contains the windows of
+            `order` from bounds[i] to bounds[i + 1], or the tokens if `token_ends` is not None.
+        token_ends: Number of tokens before each window and in all, (windows + 1,), for batches
+            without boundaries.
+    """
+
+    order: np.ndarray
+    bounds: np.ndarray
+    token_ends: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
 
 
 class Plan:
     """Batches of one part of the mixture.
 
     Args:
-        windows: `TokenWindows`.
-        spec: `BatchArguments`.
-        seed, number: of the run, and of the part.
-        whole: one pass that leaves nothing out, for evaluation.
+        windows: Windows over the texts.
+        spec: Size, layout and mixture of the batches.
+        seed: Random seed of the run.
+        number: Number of the part in the mixture.
+        whole: Whether the plan is a single epoch without omissions, for evaluation.
+
     Raises:
-        UserError: there is no text that is long enough, or all together fill no batch.
+        UserError: If no text is long enough, or if all texts do not fill a batch.
     """
 
-    def __init__(self, windows, spec, seed, number, whole=False):
-        least = spec.parts[number][0]
-        self.windows, self.spec, self.whole = windows, spec, whole
+    def __init__(
+        self,
+        windows: "TokenWindows",
+        spec: BatchOptions,
+        seed: int,
+        number: int,
+        whole: bool = False,
+    ) -> None:
+        self.windows = windows
+        self.spec = spec
+        self.whole = whole
         self.seed = (seed, number)
-        self.ids = windows.of_texts_from(least)
+
+        min_tokens = spec.parts[number][0]
+        self.ids = windows.of_texts_from(min_tokens)
         shares = windows.texts.shares
-        ends = np.searchsorted(self.ids, windows.source_ends()) if shares else [len(self.ids)]
-        if not np.diff(ends, prepend=0).all():
+        source_ends = np.array([len(self.ids)])
+        if shares:
+            source_ends = np.searchsorted(self.ids, windows.source_ends())
+        if not np.diff(source_ends, prepend=0).all():
             raise UserError(
-                f"the mixture asks for texts of at least {least} tokens, but "
-                f"{'a source' if shares else 'the data'} has none"
+                f"`mixture` needs texts of at least {min_tokens} tokens, but "
+                f"{'a source' if shares else 'the data'} has none."
             )
-        self.weighted = WeightedOrder(self.ids, ends, shares, self.seed) if shares else None
-        self.ends = [0]  # batches before each pass
-        self.current = None
+        self.weighted: WeightedOrder | None = None
+        if shares:
+            self.weighted = WeightedOrder(self.ids, source_ends, shares, self.seed)
+
+        # Number of batches before each epoch.
+        self.ends = [0]
+        self._newest: tuple[int, EpochPlan] | None = None
         if not whole and not self.batches_of(0):
             raise UserError(
-                f"a batch takes {spec.tokens_per_batch} tokens, but the data has fewer; lower "
-                "tokens_per_batch"
+                f"`micro_batch_tokens` is {spec.micro_batch_tokens}, but the data contains fewer "
+                "tokens. Lower --micro-batch-tokens."
             )
 
-    def order(self, number):
-        """Ids of the windows in the order of pass `number`."""
-        if self.weighted:
-            return self.weighted.order(number)
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the ids of the windows in the order of an epoch."""
+        if self.weighted is not None:
+            return self.weighted.order(epoch)
         ids = self.ids.copy()
-        np.random.default_rng([*self.seed, number]).shuffle(ids)
+        np.random.default_rng([*self.seed, epoch]).shuffle(ids)
         return ids
 
-    def planned(self, number):
-        """(order, bounds, totals) of pass `number`, the last one kept: batch i has the texts, or
-        with `totals` (tokens before each text) the tokens, from bounds[i] to bounds[i + 1]."""
-        if self.current is None or self.current[0] != number:
-            self.current = None  # before the next one is made, so that two are never there together
-            self.current = (number, self._plan(self.order(number)))
-        return self.current[1]
+    def epoch(self, number: int) -> EpochPlan:
+        """Return the batches of an epoch. The newest epoch is cached."""
+        if self._newest is None or self._newest[0] != number:
+            # Release the previous epoch first, so that two epochs are never in memory.
+            self._newest = None
+            self._newest = (number, self._plan(self.order(number)))
+        return self._newest[1]
 
-    def _plan(self, order):
-        spec = self.spec
-        if spec.texts_per_batch is not None:
-            bounds = np.append(np.arange(0, len(order), spec.texts_per_batch), len(order))
-            return order, bounds, None
-        totals = np.append(0, np.cumsum(self.windows.lengths(order), dtype=np.int64))
-        if spec.layout == "packed_without_boundaries":
-            # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of
-            # them, and 2 tokens are left out, or in a whole pass come in a row of 2.
-            bounds = np.arange(totals[-1] // spec.tokens_per_batch + 1) * spec.tokens_per_batch
-            if self.whole:
-                rows = totals[-1] // spec.max_length * spec.max_length
-                bounds = np.unique([*bounds, rows, totals[-1]])
-            return order, bounds, totals
-        # Texts of 3, 4, 2, 5 tokens and batches of 8: totals are 0, 3, 7, 9, 14. The first batch
-        # ends before the first total above 8, at text 2; the next before the first above 7 + 8.
-        bounds = [0]
-        while bounds[-1] < len(order):
-            most = totals[bounds[-1]] + spec.tokens_per_batch
-            bounds.append(int(np.searchsorted(totals, most, side="right")) - 1)
-        return order, np.array(bounds), None
+    def _plan(self, order: np.ndarray) -> EpochPlan:
+        """Divide windows into batches."""
+        if self.spec.micro_batch_tokens is None:
+            size = self.spec.micro_batch_size
+            bounds = np.append(np.arange(0, len(order), size), len(order))
+            return EpochPlan(order, bounds)
 
-    def batches_of(self, number):
-        """How many batches pass `number` has."""
-        return len(self.planned(number)[1]) - 1
+        lengths = self.windows.lengths(order)
+        token_ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+        if self.spec.layout == "packed_without_boundaries":
+            bounds = self._token_bounds(int(token_ends[-1]), self.spec.micro_batch_tokens)
+            return EpochPlan(order, bounds, token_ends)
+        return EpochPlan(order, _window_bounds(token_ends, self.spec.micro_batch_tokens))
 
-    def locate(self, k):
-        """(number of the pass, index in it) of batch k."""
+    def _token_bounds(self, token_count: int, batch_tokens: int) -> np.ndarray:
+        """Return the bounds of batches without boundaries, in tokens.
+
+        Windows of 3, 4, 2 and 5 tokens have 14 tokens. With 2 rows of 3 tokens per batch there are
+        two batches of 6 tokens. The remaining 2 tokens are omitted, or are a row of 2 tokens if the
+        plan is a whole epoch.
+        """
+        bounds = np.arange(token_count // batch_tokens + 1) * batch_tokens
+        if self.whole:
+            row_length = self.spec.sequence_length
+            full_rows_end = token_count // row_length * row_length
+            bounds = np.unique([*bounds, full_rows_end, token_count])
+        return bounds
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of batches of an epoch."""
+        return len(self.epoch(epoch))
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """Return the epoch of batch k, and its index in the epoch."""
         while self.ends[-1] <= k:
             self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
-        number = int(np.searchsorted(self.ends, k, side="right")) - 1
-        return number, k - self.ends[number]
+        epoch = int(np.searchsorted(self.ends, k, side="right")) - 1
+        return epoch, k - self.ends[epoch]
 
-    def batch(self, k):
-        """The texts of batch k, int64 arrays; without boundaries one array of all tokens."""
+    def batch(self, k: int) -> list[np.ndarray]:
+        """Return the token ids of the texts of batch k, int64.
+
+        Without boundaries, the list contains a single array of all tokens.
+        """
         number, i = self.locate(k)
-        order, bounds, totals = self.planned(number)
-        start, stop = bounds[i], bounds[i + 1]
-        if totals is None:
-            return self.windows.read(order[start:stop])
-        first = int(np.searchsorted(totals, start, side="right")) - 1
-        last = int(np.searchsorted(totals, stop))
-        joined = np.concatenate(self.windows.read(order[first:last]))
-        return [joined[start - totals[first] : stop - totals[first]]]
+        plan = self.epoch(number)
+        start = plan.bounds[i]
+        stop = plan.bounds[i + 1]
+        if plan.token_ends is None:
+            return self.windows.read(plan.order[start:stop])
+
+        first = int(np.searchsorted(plan.token_ends, start, side="right")) - 1
+        last = int(np.searchsorted(plan.token_ends, stop))
+        tokens = np.concatenate(self.windows.read(plan.order[first:last]))
+        offset = plan.token_ends[first]
+        return [tokens[start - offset : stop - offset]]
+
+
+def _window_bounds(token_ends: np.ndarray, batch_tokens: int) -> np.ndarray:
+    """Return the bounds of batches of complete windows, in windows.
+
+    Windows of 3, 4, 2 and 5 tokens end at 3, 7, 9 and 14 tokens. With at most 8 tokens per batch,
+    the first batch ends before the first window that ends after token 8, the next one before the
+    first window that ends after token 7 + 8.
+    """
+    window_count = len(token_ends) - 1
+    bounds = [0]
+    while bounds[-1] < window_count:
+        max_end = token_ends[bounds[-1]] + batch_tokens
+        bounds.append(int(np.searchsorted(token_ends, max_end, side="right")) - 1)
+    return np.array(bounds)
 
 
 class WeightedOrder:
-    """Endless texts of weighted sources, cut into passes in which each source has its exact share.
+    """Endless order of the texts of weighted sources.
 
-    A weight is a share of texts (windows of `max_length`, with long_texts: split); a source of
-    longer texts has a larger share of the tokens. Each source is read in shuffled passes of its
-    own; one that ends begins again while the others go on.
+    The order consists of epochs in which each source has its exact fraction of the texts (of the
+    windows with `long_texts: split`). A source of longer texts has a larger fraction of the tokens.
+    Each source is shuffled separately. A source that is exhausted starts again, while the others
+    continue.
 
     Args:
-        ids: (texts,) ids that may be drawn, ascending.
-        ends: (sources,) positions in `ids` behind each source's.
-        shares: (sources,) that sum to 1.
-        seed: tuple of integers.
+        ids: Ids of the windows, ascending, (windows,).
+        ends: Position in `ids` of the end of each source, (sources,).
+        shares: Sampling weights of the sources, which sum to 1, (sources,).
+        seed: Random seed.
+
     Attributes:
-        count: texts of a pass: until the first source is exhausted, or so many that the rarest is
-            drawn `LEAST_DRAWS` times.
+        samples: Number of windows of each source per epoch. An epoch ends when the first source is
+            exhausted, but contains at least MIN_SAMPLES windows of the rarest source.
+        count: Number of windows per epoch.
     """
 
-    def __init__(self, ids, ends, shares, seed):
+    def __init__(
+        self,
+        ids: np.ndarray,
+        ends: np.ndarray | Sequence[int],
+        shares: Sequence[float],
+        seed: tuple[int, ...],
+    ) -> None:
         self.sources = np.split(ids, ends[:-1])
-        self.seed, self.passes = seed, [None] * len(self.sources)
-        shares = np.asarray(shares)
-        sizes = np.array([len(source) for source in self.sources])
-        total = max((sizes / shares).min(), LEAST_DRAWS / shares.min())
-        self.draws = [max(1, round(share * total)) for share in shares]
-        self.count = sum(self.draws)
+        self.seed = seed
+        # Newest order of each source, and its number.
+        self._newest: list[tuple[int, np.ndarray] | None] = [None] * len(self.sources)
 
-    def order(self, number):
-        """Ids of pass `number` in their order."""
-        drawn = []
-        for source, draws in enumerate(self.draws):
-            first, last = number * draws, (number + 1) * draws
+        weights = np.asarray(shares)
+        sizes = np.array([len(source) for source in self.sources])
+        total = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
+        self.samples = [max(1, round(weight * total)) for weight in weights]
+        self.count = sum(self.samples)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the ids of the windows in the order of an epoch."""
+        parts = []
+        for source, samples in enumerate(self.samples):
+            first = epoch * samples
+            last = first + samples
             size = len(self.sources[source])
             for turn in range(first // size, -(-last // size)):
-                begin = turn * size
+                turn_start = turn * size
                 ids = self._shuffled(source, turn)
-                drawn.append(ids[max(first - begin, 0) : last - begin])
-        order = np.concatenate(drawn)
-        np.random.default_rng([*self.seed, number]).shuffle(order)
+                parts.append(ids[max(first - turn_start, 0) : last - turn_start])
+
+        order = np.concatenate(parts)
+        np.random.default_rng([*self.seed, epoch]).shuffle(order)
         return order
 
-    def _shuffled(self, source, turn):
-        """Pass `turn` of one source; the last one is kept."""
-        if self.passes[source] is None or self.passes[source][0] != turn:
+    def _shuffled(self, source: int, turn: int) -> np.ndarray:
+        """Return the ids of a source in the order of its turn. The newest order is cached."""
+        newest = self._newest[source]
+        if newest is None or newest[0] != turn:
             ids = self.sources[source].copy()
             np.random.default_rng([*self.seed, turn, source + 1]).shuffle(ids)
-            self.passes[source] = (turn, ids)
-        return self.passes[source][1]
+            newest = (turn, ids)
+            self._newest[source] = newest
+        return newest[1]

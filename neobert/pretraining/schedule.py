@@ -1,16 +1,27 @@
-"""Trainer's options of a pre-training run: the paper's schedule, and what goes together."""
+"""Learning rate schedule, length and Trainer options of a pre-training run."""
 
 import math
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from ..common.errors import UserError
 from ..training.options import BLOCKS_ONLY, training_arguments
+from .options import PretrainOptions
 
 
-# An item of the data is a complete micro-batch, and a loss that is not finite must be seen.
+# Peak learning rate of the paper.
+LEARNING_RATE = 6e-4
+
+# Warmup of the paper. In runs of fewer than 40,000 steps the warmup is 5 % of the steps.
+WARMUP_STEPS = 2000
+
+# An item of the dataset is a complete micro-batch. `RunTrainer` must see losses that are not
+# finite.
 _FIXED = {
     "per_device_train_batch_size": 1,
     "remove_unused_columns": False,
@@ -21,15 +32,93 @@ _FIXED = {
 }
 
 
-def paper_schedule(max_steps, warmup_steps):
-    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at
-    90 % of the steps, then constant."""
-    decay = max(1, round(0.9 * max_steps) - int(warmup_steps))
+def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
+    """Return the TrainingArguments of a run.
+
+    A learning rate of `auto` is replaced later, when the model is known.
+
+    Raises:
+        UserError: If options of Trainer are invalid or cannot be combined.
+    """
+    settings = dict(options.trainer)
+    max_steps = options.optimization.max_steps
+    settings["max_steps"] = max_steps
+    settings["bf16"] = _use_bf16(options)
+    learning_rate = options.optimization.learning_rate
+    settings["learning_rate"] = LEARNING_RATE if learning_rate == "auto" else learning_rate
+
+    warmup_steps = _warmup_steps(settings.get("warmup_steps"), max_steps)
+    settings["warmup_steps"] = warmup_steps
+    if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & settings.keys():
+        settings |= paper_schedule(max_steps, warmup_steps)
+
+    fixed: dict[str, Any] = dict(_FIXED)
+    accumulation = options.batch.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", 1)))
+    if accumulation is not None:
+        fixed["gradient_accumulation_steps"] = accumulation
+
+    settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    training = training_arguments(options.output.output, settings, fixed)
+    if training.n_gpu > 1:
+        raise UserError(
+            f"a process must use one GPU, and {training.n_gpu} are visible. Start one process per "
+            "GPU with `accelerate launch` or `torchrun`."
+        )
+    return training
+
+
+def _use_bf16(options: PretrainOptions) -> bool:
+    """Return whether a run uses bfloat16 mixed precision.
+
+    Raises:
+        UserError: If bfloat16 is set, but there is no accelerator.
+    """
+    bf16 = options.optimization.bf16
+    use_cpu = bool(options.trainer.get("use_cpu"))
+    if bf16 == "auto":
+        return supports_bf16() and not options.trainer.get("fp16") and not use_cpu
+    if bf16 and not use_cpu and not torch.accelerator.is_available():
+        raise UserError(
+            "`bf16` needs an accelerator, and there is none; most CPUs are slow in bfloat16. Pass "
+            "--bf16 false or --bf16 auto, or --use-cpu to train on the CPU in bfloat16."
+        )
+    return bf16
+
+
+def _warmup_steps(warmup_steps: float | None, max_steps: int) -> int:
+    """Return the number of warmup steps.
+
+    Args:
+        warmup_steps: Number of steps, or a fraction of all steps if below 1; None for the default.
+        max_steps: Number of steps of the run.
+
+    Raises:
+        UserError: If the warmup is negative or longer than the run.
+    """
+    if warmup_steps is None:
+        return min(WARMUP_STEPS, max_steps // 20)
+    if 0 < warmup_steps < 1:
+        return min(math.ceil(warmup_steps * max_steps), max_steps - 1)
+    if not 0 <= warmup_steps < max_steps:
+        raise UserError(
+            f"`warmup_steps` must be at least 0 and less than `max_steps`, {max_steps:,}, got "
+            f"{warmup_steps:g}."
+        )
+    return int(warmup_steps)
+
+
+def paper_schedule(max_steps: int, warmup_steps: float) -> dict[str, Any]:
+    """Return the options of Trainer for the learning rate schedule of the paper.
+
+    After the warmup, the learning rate follows a cosine to 10 % of its peak at 90 % of the steps,
+    and is constant afterwards.
+    """
+    decay_steps = max(1, round(0.9 * max_steps) - int(warmup_steps))
     return {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {
             "num_stable_steps": 0,
-            "num_decay_steps": decay,
+            "num_decay_steps": decay_steps,
             "decay_type": "cosine",
             "min_lr_ratio": 0.1,
         },
@@ -55,63 +144,21 @@ def adaptation_learning_rate(hidden_size: int) -> float:
     Returns:
         `3e-4 * 768 / hidden_size`, at least 3e-4.
     """
-    return 3e-4 * max(1.0, 768 / hidden_size)
+    return LEARNING_RATE / 2 * max(1.0, 768 / hidden_size)
 
 
 def steps_of_epochs(
-    epochs: float, sizes: list[int], shares: list[float], global_batch_size: int
+    epochs: float, sizes: Sequence[int], shares: Sequence[float], global_batch_size: int
 ) -> int:
     """Return the number of optimizer steps of `epochs` epochs, rounded up.
 
     Args:
         epochs: Number of epochs. An epoch of weighted sources ends when the first source does.
         sizes: Size of each source, in the unit of `global_batch_size`.
-        shares: Sampling weight of each source; empty without weights.
-        global_batch_size: Texts or tokens of an optimizer step on all devices.
+        shares: Sampling weights of the sources, which sum to 1; empty without weights.
+        global_batch_size: Sequences or tokens per optimizer step over all devices.
     """
-    epoch = sum(sizes)
+    epoch: float = sum(sizes)
     if shares:
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
     return max(1, math.ceil(epochs * epoch / global_batch_size))
-
-
-def make_training_arguments(run, batch, given):
-    """transformers' TrainingArguments of a run.
-
-    Args:
-        run: RunArguments. batch: BatchArguments.
-        given: Trainer's options as `read_arguments` returns them.
-    Raises:
-        UserError: as of `training_arguments`; values that do not go together.
-    """
-    given, fixed, steps = dict(given), dict(_FIXED), given["max_steps"]
-    given["bf16"] = run.bf16
-    if run.bf16 == "auto":
-        given["bf16"] = supports_bf16() and not given.get("fp16") and not given.get("use_cpu")
-    # `auto` is replaced when the model is known.
-    given["learning_rate"] = 6e-4 if run.learning_rate == "auto" else run.learning_rate
-    warmup = given.get("warmup_steps", min(2000, steps // 20))
-    if 0 < warmup < 1:  # a share of the steps
-        warmup = min(math.ceil(warmup * steps), steps - 1)
-    if not 0 <= warmup < steps:
-        raise UserError(f"warmup_steps {warmup:g} must be at least 0 and below max_steps {steps}")
-    given["warmup_steps"] = warmup
-    if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
-        given |= paper_schedule(steps, warmup)
-    accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))
-    if accumulation is not None:
-        fixed["gradient_accumulation_steps"] = accumulation
-    accelerated = torch.accelerator.is_available()
-    if given.get("bf16") and not (given.get("use_cpu") or accelerated):
-        raise UserError(
-            "bf16 is on, but there is no GPU or other accelerator, and most CPUs are slow in it; "
-            "give --bf16 false or auto, or --use-cpu true"
-        )
-    given.setdefault("dataloader_pin_memory", accelerated)
-    training = training_arguments(run.output, given, fixed)
-    if training.n_gpu > 1:
-        raise UserError(
-            f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch "
-            "or torchrun"
-        )
-    return training

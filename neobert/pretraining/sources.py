@@ -1,12 +1,17 @@
-"""Where the text of a run comes from: Hub data sets, files, sets that `datasets` saved; read as a
-stream of rows with one column, "text"."""
+"""Sources of pre-training texts: Hub datasets, files, and datasets that `datasets` has saved.
+
+All of them are read as a stream of rows with the column "text".
+"""
 
 import functools
 import hashlib
+import json
 import math
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from datasets import (
     Features,
@@ -17,21 +22,31 @@ from datasets import (
     load_from_disk,
 )
 
-from ..common.arguments import typed
-from ..common.data import file_format, files, numbered_rows
+from ..common.data import File, file_format, files, numbered_rows
 from ..common.errors import UserError, one_line
+from ..common.options import convert
+
+
+# Type hints of an entry of `dataset` in a recipe.
+_ENTRY = {"name": str, "weight": float, "split": str, "column": str}
+
+# Blocks of a file that `content_hash` reads, and their size in bytes.
+_BLOCKS = 16
+_BLOCK_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Source:
-    """One place that text is read from.
+    """Source of texts.
 
-    Args:
-        name: of a data set on the Hub, or a file, a folder, a pattern, a URL, a saved set.
-        subset, revision, split: of a Hub data set; a saved set has splits too.
-        column: with the text; files of plain text have none.
-        weight: probability that a text of the run is one of this source, relative to those of the
-            other sources; None: as many as it has.
+    Attributes:
+        name: Hub dataset, file, directory, glob, URL or saved dataset.
+        subset: Subset of a Hub dataset.
+        revision: Revision of a Hub dataset.
+        split: Split of a Hub dataset or a saved dataset.
+        column: Column that contains the texts; not used for files of plain text.
+        weight: Sampling weight relative to those of the other sources. If None, the texts of all
+            sources are used equally often.
     """
 
     name: str
@@ -42,12 +57,13 @@ class Source:
     weight: float | None = None
 
     @functools.cached_property
-    def kind(self):
-        """ "saved", "files", or "hub"."""
+    def kind(self) -> Literal["saved", "files", "hub"]:
+        """Type of the source."""
         path = Path(self.name)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return "saved"
-        # What can only be meant as a path: the Hub need not be asked for it.
+
+        # The Hub is not asked for names that can only be paths.
         is_path = (
             path.exists()
             or "://" in self.name
@@ -59,155 +75,221 @@ class Source:
         return "files" if is_path else "hub"
 
     @functools.cached_property
-    def files(self):
-        """The `File`s of a source of this kind; UserError where there are none."""
+    def files(self) -> list[File]:
+        """Files of a source of the type "files".
+
+        Raises:
+            UserError: If there are none.
+        """
         return files(self.name)
 
     @functools.cached_property
-    def paths(self):
-        """The local files that hold its text, none of other sources."""
+    def paths(self) -> list[Path]:
+        """Local files that contain the texts; empty for Hub datasets and URLs."""
         if self.kind == "hub":
             return []
         if self.kind == "files":
             return [Path(file.url) for file in self.files if "://" not in file.url]
+
         folder = Path(self.name)
         if (folder / "dataset_dict.json").is_file():
             folder = folder / self.split
-        return sorted(folder.rglob("data*.arrow"))  # cache-*.arrow is what datasets made of them
+        # The cache files of `datasets` are called cache-*.arrow.
+        return sorted(folder.rglob("data*.arrow"))
 
 
-def parse_sources(dataset, split="train", column="text"):
-    """The sources of a recipe's `dataset`: a name or a list; of the Hub it may be
-    "name:subset@revision". An entry of the list may be a mapping with name, weight, split and
-    column.
+def parse_sources(
+    dataset: Any,
+    split: str = "train",
+    column: str = "text",
+) -> tuple[Source, ...]:
+    """Return the sources of the option `dataset`.
+
+    Args:
+        dataset: Name, mapping with the keys name, weight, split and column, or a list of names and
+            mappings. The name of a Hub dataset may be "name:subset@revision".
+        split: Split of sources that do not specify one.
+        column: Column of sources that do not specify one.
 
     Raises:
-        UserError: there is no name; weights that cannot be.
+        UserError: If an entry has no name or other keys, or if the weights are not valid.
     """
-    sources = []
-    for entry in dataset if isinstance(dataset, (list, tuple)) else [dataset]:
-        fields = {"split": split, "column": column}
-        allowed = {"name": str, "weight": float, "split": str, "column": str}
-        given = entry if isinstance(entry, dict) else {"name": entry}
-        fields |= typed(given, allowed, "of dataset", f"an entry has {', '.join(allowed)}")
-        name, subset, revision = fields.pop("name", "").strip(), None, None
-        if not name:
-            raise UserError("dataset has an entry without a name; give a Hub name or a path")
-        if not os.path.exists(name) and "://" not in name:
-            name, _, revision = name.partition("@")
-            name, _, subset = name.partition(":")
-        sources.append(Source(name, subset or None, revision or None, **fields))
+    entries = dataset if isinstance(dataset, (list, tuple)) else [dataset]
+    sources = [_parse_entry(entry, split, column) for entry in entries]
+
     weights = [source.weight for source in sources if source.weight is not None]
-    if weights and (len(weights) < len(sources) or not 0 < min(weights) <= max(weights) < math.inf):
-        raise UserError("give every source of dataset a weight, a number above 0, or none")
+    are_valid = all(0 < weight < math.inf for weight in weights)
+    if weights and (len(weights) < len(sources) or not are_valid):
+        raise UserError(
+            "every source of `dataset` must have a weight greater than 0, or none must have a "
+            f"weight, got {[source.weight for source in sources]}."
+        )
+    # A single source needs no sampling.
     return tuple(sources if len(sources) > 1 else [replace(sources[0], weight=None)])
 
 
-def shares_of(sources):
-    """Shares of the texts of weighted `Source`s, which sum to 1; [] of others."""
-    if sources[0].weight is None:
-        return []
-    total = math.fsum(source.weight for source in sources)
-    return [source.weight / total for source in sources]
+def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source:
+    """Return the source of an entry of `dataset`."""
+    fields: dict[str, Any] = {"split": split, "column": column}
+    fields |= convert(
+        entry if isinstance(entry, dict) else {"name": entry},
+        _ENTRY,
+        " in `dataset`",
+        known=f"The keys are {', '.join(_ENTRY)}.",
+    )
+
+    name = fields.pop("name", "").strip()
+    if not name:
+        raise UserError("every entry of `dataset` must have a name. Pass a Hub name or a path.")
+
+    subset = ""
+    revision = ""
+    if not os.path.exists(name) and "://" not in name:
+        name, _, revision = name.partition("@")
+        name, _, subset = name.partition(":")
+    return Source(name, subset=subset or None, revision=revision or None, **fields)
+
+
+def shares_of(sources: Sequence[Source]) -> list[float]:
+    """Return the sampling weights of sources, which sum to 1; [] for sources without weights."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
 
 
 # ------------------------------------------------------------------------------------------------
 # reading
 
 
-def load_rows(sources):
-    """Rows of all sources, one source after another, with one column named "text".
+def load_rows(sources: Iterable[Source]) -> IterableDataset:
+    """Return the rows of all sources, one source after another, with the column "text".
 
-    Returns:
-        `datasets.IterableDataset`; its shards are the files.
+    The shards of the dataset are the files.
+
     Raises:
-        UserError: a source, its split or its column is not there or holds no text.
+        UserError: If a source, its split or its column does not exist, or contains no text.
     """
     parts = [_open(source) for source in sources]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def _open(source):
-    column = source.column
+def _open(source: Source) -> IterableDataset:
+    """Return the rows of a source with the column "text"."""
     if source.kind == "files":
-        if source.files[0].format == ".txt":
-            column = "text"
+        is_plain_text = source.files[0].format == ".txt"
         return IterableDataset.from_generator(
-            _texts,
+            _text_rows,
             features=Features({"text": Value("string")}),
-            gen_kwargs={"files": source.files, "column": column},
+            gen_kwargs={
+                "files": source.files,
+                "column": "text" if is_plain_text else source.column,
+            },
         )
+
+    # `datasets`, pyarrow and the file system raise several types of errors for one cause.
     try:
-        if source.kind == "hub":
-            place = {"split": source.split, "revision": source.revision}
-            rows = load_dataset(source.name, source.subset, streaming=True, **place)
-        else:
-            saved = load_from_disk(source.name)
-            saved = saved[source.split] if isinstance(saved, dict) else saved
-            rows = saved.to_iterable_dataset()
+        rows = _open_dataset(source)
         names = rows.column_names or list(next(iter(rows), {}))
-    except Exception as error:  # datasets' own, pyarrow's, OSError, ... for one cause
+    except Exception as error:
         reason = one_line(error.__cause__ or error)
-        raise UserError(f"dataset {source.name} cannot be read ({reason})") from error
+        raise UserError(f"the dataset {source.name} cannot be read: {reason}.") from error
+
+    column = source.column
     if column not in names:
         raise UserError(
-            f"dataset {source.name} has no column {column!r}, only {', '.join(names)}; name it "
-            "with --column"
+            f"the dataset {source.name} has no column {column!r}, only {', '.join(names)}. Name "
+            "the column with --column."
         )
+
     rows = rows.select_columns([column])
-    kind = getattr((rows.features or {}).get(column), "dtype", "string")
+    dtype = getattr((rows.features or {}).get(column), "dtype", "string")
     if column != "text":
         rows = rows.rename_column(column, "text")
-    if kind in ("large_string", "string_view"):
-        # A cast would leave the stream's Arrow tables as they are, which do not join tables of
-        # another type.
+    if dtype in ("large_string", "string_view"):
+        # A cast would not convert the Arrow tables of the stream, which then could not be
+        # concatenated with tables of another type.
         rows = rows.map(dict, features=Features({"text": Value("string")}))
     return rows
 
 
-def _texts(files, column):
-    """{"text": text} of each row."""
+def _open_dataset(source: Source) -> IterableDataset:
+    """Return all columns of a Hub dataset or a saved dataset."""
+    if source.kind == "hub":
+        return load_dataset(
+            source.name,
+            source.subset,
+            streaming=True,
+            split=source.split,
+            revision=source.revision,
+        )
+    saved = load_from_disk(source.name)
+    split = saved[source.split] if isinstance(saved, dict) else saved
+    return split.to_iterable_dataset()
+
+
+def _text_rows(files: Iterable[File], column: str) -> Iterator[dict[str, Any]]:
+    """Yield {"text": text} for each row."""
     for file in files:
         for _, row in numbered_rows(file, [column], [column]):
-            yield {"text": row[column]}
+            yield {"text": row[column] if row is not None else None}
 
 
 # ------------------------------------------------------------------------------------------------
-# telling sources apart
+# identity
 
 
-def source_key(sources):
-    """What sources are known by, as a dict of JSON types: names without folders, and the content of
-    local files."""
-    paths = [path for source in sources for path in source.paths]
-    hub = [source for source in sources if source.kind == "hub"]
-    urls = [
-        [file.name, file.size]
-        for source in sources
-        if source.kind == "files"
-        for file in source.files
-        if "://" in file.url
-    ]
-    names = (source.name if source.kind == "hub" else Path(source.name).name for source in sources)
+def source_key(sources: Sequence[Source]) -> dict[str, Any]:
+    """Return what identifies sources, as JSON values.
+
+    Local files are identified by their content. Names do not contain directories.
+    """
+    names = []
+    paths: list[Path] = []
+    urls = []
+    hub = []
+    for source in sources:
+        names.append(source.name if source.kind == "hub" else Path(source.name).name)
+        paths += source.paths
+        if source.kind == "hub":
+            hub.append([source.subset, source.revision])
+        elif source.kind == "files":
+            urls += [[file.name, file.size] for file in source.files if "://" in file.url]
+
     return {
         "dataset": ", ".join(names),
         "content": content_hash(paths) if paths else None,
         "urls": urls or None,
-        "hub": [[source.subset, source.revision] for source in hub] or None,
+        "hub": hub or None,
         "split": ", ".join(dict.fromkeys(source.split for source in sources)),
         "column": ", ".join(dict.fromkeys(source.column for source in sources)),
     }
 
 
-def content_hash(paths):
-    """Twelve hex digits of local files: names without folders, sizes, and of each file 16 blocks of
-    64 KiB from its start to its end, as they may be very large."""
-    digest, block = hashlib.sha1(), 1 << 16
+def source_digest(sources: Sequence[Source]) -> str:
+    """Return a line that identifies sources and their sampling weights.
+
+    The line contains the names without directories, and a digest of the result of `source_key` and
+    of the sampling weights.
+    """
+    key = source_key(sources)
+    shares = [f"{share:.6g}" for share in shares_of(sources)]
+    digest = hashlib.sha1(json.dumps([key, shares], sort_keys=True).encode()).hexdigest()[:12]
+    return f"{key['dataset']} ({digest})"
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """Return twelve hex digits that identify local files.
+
+    Files may be very large, so the digest is computed from their names without directories, their
+    sizes, and 16 blocks of 64 KiB between the start and the end of each file.
+    """
+    digest = hashlib.sha1()
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
+        step = max(_BLOCK_SIZE, -(-(size - _BLOCK_SIZE) // (_BLOCKS - 1)))
         with open(path, "rb") as file:
-            for i in range(16):
-                file.seek(i * max(block, -(-(size - block) // 15)))
-                digest.update(file.read(block))
+            for i in range(_BLOCKS):
+                file.seek(i * step)
+                digest.update(file.read(_BLOCK_SIZE))
     return digest.hexdigest()[:12]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common.errors import UserError
 from .batches import add_boundaries, boundary_tokens, masked_batch
 from .masking import TokenMasking
-from .options import BatchArguments
+from .options import DEFAULT_MICRO_BATCH_SIZE, BatchOptions
 from .prepared import token_ids
 
 
@@ -91,7 +91,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shares: Sequence[float],
         tokenizer: PreTrainedTokenizerBase,
         masking: TokenMasking,
-        spec: BatchArguments,
+        spec: BatchOptions,
         seed: int,
         count: int,
         rank: int = 0,
@@ -188,32 +188,34 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         return TextReader(sources, self.shares, (self.seed, part, reader), min_tokens)
 
 
-def next_texts(reader: "TextReader", spec: BatchArguments) -> list[np.ndarray]:
+def next_texts(reader: "TextReader", spec: BatchOptions) -> list[np.ndarray]:
     """Read the texts of one micro-batch.
 
     Returns:
         Token ids of each text, int64; for "packed_without_boundaries" a single array of all tokens.
     """
-    if spec.texts_per_batch is not None:
-        return [reader.next() for _ in range(spec.texts_per_batch)]
+    budget = spec.micro_batch_tokens
+    if budget is None:
+        count = spec.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
+        return [reader.next() for _ in range(count)]
 
     texts: list[np.ndarray] = []
     total = 0
     if spec.layout == "packed":
         # The text that exceeds the budget is the first one of the next batch.
-        while total + len(text := reader.next()) <= spec.tokens_per_batch:
+        while total + len(text := reader.next()) <= budget:
             texts.append(text)
             total += len(text)
         reader.pending = text
         return texts
 
     # The last text is cut at the end of the batch, and the next batch starts with the remainder.
-    while total < spec.tokens_per_batch:
+    while total < budget:
         texts.append(reader.next())
         total += len(texts[-1])
-    if total > spec.tokens_per_batch:
-        reader.pending = texts[-1][spec.tokens_per_batch - total :]
-    return [np.concatenate(texts)[: spec.tokens_per_batch]]
+    if total > budget:
+        reader.pending = texts[-1][budget - total :]
+    return [np.concatenate(texts)[:budget]]
 
 
 class TextReader:
@@ -415,13 +417,13 @@ class _WindowSplitter:
         self,
         tokenizer: PreTrainedTokenizerBase,
         boundaries: tuple[int, int],
-        spec: BatchArguments,
+        spec: BatchOptions,
         min_tokens: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.boundaries = boundaries
         self.min_tokens = min_tokens
-        self.body_length = spec.max_length - 2
+        self.body_length = spec.sequence_length - 2
         self.split = spec.long_texts == "split"
 
     def __call__(self, rows: dict[str, list[str | None]]) -> dict[str, list[np.ndarray]]:

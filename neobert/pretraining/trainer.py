@@ -1,92 +1,130 @@
-"""transformers' Trainer with what the paper's recipe adds: its warm-up, its metrics, data that are
-complete micro-batches."""
+"""Trainer of masked language models, with the warmup and the metrics of the paper."""
 
 import json
 import operator
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
+from ..configuration_neobert import NeoBERTConfig
 from ..training import optimization
-from ..training.checkpoints import RunTrainer
+from ..training.checkpoints import RunTrainer, checkpoint_folder
 from .batches import batch_counts
-from .streaming import STATE
-from .validation import evaluate_batches, masked_correct, metric_name, piece_characters
+from .streaming import STATE, StreamedBatches, WorkerState
+from .validation import evaluate_batches, masked_correct, metric_name, token_characters
 
 
-def stream_file(checkpoint, rank):
-    """Where a checkpoint keeps how far process `rank` has read a streamed data set."""
+def stream_file(checkpoint: str | Path, rank: int) -> Path:
+    """Return the file of a checkpoint with the read position of process `rank` in a stream."""
     return Path(checkpoint) / f"stream_{rank}.json"
 
 
-def flops_per_batch(config, tokens, squares, predicted):
-    """Floating-point operations of forward and backward over a batch: 6 a weight and token, 12 D a
-    layer and pair of tokens.
+def flops_per_batch(
+    config: NeoBERTConfig, tokens: float, squares: float, predicted: float
+) -> float:
+    """Return the floating-point operations of forward and backward pass over a batch.
+
+    They are 6 per weight and token, and 12 * hidden_size per layer and pair of tokens.
 
     Args:
-        tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder
-            computes.
+        config: Configuration of the model.
+        tokens: Number of non-padding tokens.
+        squares: Sum of the squared sequence lengths.
+        predicted: Number of tokens for which the decoder computes logits.
     """
-    hidden, inner = config.hidden_size, config.ffn_inner_size
-    per_layer = 4 * hidden * hidden + (3 if config.hidden_act == "swiglu" else 2) * hidden * inner
-    blocks = config.num_hidden_layers * (6 * per_layer * tokens + 12 * hidden * squares)
-    return blocks + 6 * hidden * config.vocab_size * predicted
+    hidden_size = config.hidden_size
+    ffn_matrices = 3 if config.hidden_act == "swiglu" else 2
+    layer_weights = hidden_size * (4 * hidden_size + ffn_matrices * config.ffn_inner_size)
+    layer_flops = 6 * layer_weights * tokens + 12 * hidden_size * squares
+    decoder_flops = 6 * hidden_size * config.vocab_size * predicted
+    return config.num_hidden_layers * layer_flops + decoder_flops
 
 
-class _Records(TrainerCallback):
-    """The last step and every step that is saved are logged, so that the log and tokens_seen of a
-    continued run miss nothing; and what the held-out text says before the first step.
+class _LogAndEvaluate(TrainerCallback):
+    """Callback that evaluates before the first step, and logs the last step and saved steps.
 
-    Args:
-        trainer: `PretrainingTrainer`.
+    The log and `tokens_seen` of a resumed run are then complete.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: "PretrainingTrainer") -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Evaluate and log the model before the first step."""
         if state.global_step == 0:
-            if start := self.trainer.measure_start():
-                self.trainer.log(start)
+            if start_metrics := self.trainer.evaluate_start():
+                self.trainer.log(start_metrics)
             self.trainer.evaluate()
         self.trainer.last_time = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Log the step if it is the last one or will be saved."""
         control.should_log |= control.should_save or state.global_step >= state.max_steps
 
 
 class PretrainingTrainer(RunTrainer, Trainer):
-    """Trainer over `MicroBatches` or `StreamedBatches`, one item of which is a complete
-    micro-batch.
+    """Trainer over `MicroBatches` or `StreamedBatches`, whose items are complete micro-batches.
 
-    Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
-    over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, tokens_seen,
-    as epoch the passes over the data, and mfu where `peak_tflops` is given.
+    Every `logging_steps` steps, at every checkpoint and at the end, it logs over all processes:
+    loss (mean over the masked tokens), masked_accuracy, learning_rate, grad_norm,
+    tokens_per_second, tokens_seen, epoch (number of epochs over the texts), and mfu if
+    `peak_tflops` is set.
 
     Args:
-        peak_tflops: of the device.
-        others: as of Trainer.
+        peak_tflops: Peak throughput of a device in TFLOP/s, for mfu.
+        kwargs: Other arguments of Trainer.
+
+    Attributes:
+        evaluate_start: Function that returns metrics to log before the first step.
+        last_time: Time of the last log record or evaluation, from `time.perf_counter`.
     """
 
-    def __init__(self, *others, peak_tflops=None, **more):
-        # An item is a complete micro-batch already.
-        super().__init__(*others, data_collator=operator.itemgetter(0), **more)
-        self.add_callback(_Records(self))
+    def __init__(self, peak_tflops: float | None = None, **kwargs: Any) -> None:
+        # The DataLoader returns lists of one item.
+        super().__init__(data_collator=operator.itemgetter(0), **kwargs)
+        self.add_callback(_LogAndEvaluate(self))
         self.peak_tflops = peak_tflops
-        self.measure_start = dict  # returns metrics that are logged before the first step
-        self._counts = Counter()  # of the batches since the last record
-        self._stream = {}  # by loader worker: where it was after its last batch
+        self.evaluate_start: Callable[[], dict[str, float]] = dict
+        self.last_time = time.perf_counter()
+        # Counts of all batches since the last log record.
+        self._counts: Counter[str] = Counter()
+        # State of each loader worker after its last batch.
+        self._stream: dict[int, WorkerState] = {}
 
     # ------------------------------------------------------------------------------------------
     # data
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the DataLoader of the training data."""
         if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
         # Each process reads its own part of the stream, so accelerate must not divide it again. An
@@ -101,7 +139,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
             generator=torch.Generator(),
         )
 
-    def get_batch_samples(self, *args, **kwargs):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step, and remember the stream's position after them."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         for batch in samples:
             if STATE in batch:
@@ -109,16 +148,20 @@ class PretrainingTrainer(RunTrainer, Trainer):
                 self._stream[state["worker"]] = state
         return samples, count
 
-    def _get_train_sampler(self, train_dataset=None):
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     # ------------------------------------------------------------------------------------------
     # optimization
 
-    def get_decay_parameter_names(self, model):
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters with weight decay."""
         return optimization.decay_parameter_names(model)
 
-    def create_scheduler(self, num_training_steps, optimizer=None):
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """Create the learning rate schedule with the paper's warmup."""
         if self.lr_scheduler is None:
             self.lr_scheduler = optimization.make_schedule(
                 self.args.lr_scheduler_type,
@@ -133,7 +176,14 @@ class PretrainingTrainer(RunTrainer, Trainer):
     # ------------------------------------------------------------------------------------------
     # metrics
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Compute the loss of a micro-batch, and count its tokens and correct predictions."""
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
@@ -142,62 +192,92 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self._counts.update(correct=masked_correct(outputs.logits, labels)[0])
         return (loss, outputs) if return_outputs else loss
 
-    def log(self, logs, *args, **kwargs):
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log a record; a record with a loss gets the other metrics of its steps."""
         if "loss" in logs:
-            counts = {name: float(value) for name, value in self._counts.items()}
-            self._counts.clear()
-            is_stream = isinstance(self.train_dataset, IterableDataset)
-            if is_stream:
-                passes = self.train_dataset.epochs(self._stream.values())
-                counts["passes"] = passes / self.args.world_size
-            if self.args.world_size > 1:
-                values = torch.tensor([*counts.values()], dtype=torch.float64)
-                values = self.accelerator.reduce(values.to(self.args.device), reduction="sum")
-                counts = dict(zip(counts, values.tolist()))
-            seconds = time.perf_counter() - self.last_time
-            self.last_time += seconds
-            self.state.num_input_tokens_seen += int(counts["tokens"])
-            logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
-            logs["tokens_seen"] = self.state.num_input_tokens_seen
-            logs["tokens_per_second"] = counts["tokens"] / max(seconds, 1e-9)
-            if self.peak_tflops:
-                config = self.model.config
-                predicted = counts["masked" if config.sparse_prediction else "tokens"]
-                flops = flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
-                peak = self.peak_tflops * 1e12 * self.args.world_size
-                logs["mfu"] = flops / max(seconds, 1e-9) / peak
-            read = self.state.num_input_tokens_seen
-            self.state.epoch = counts["passes"] if is_stream else read / self.train_dataset.tokens
+            logs.update(self._step_metrics())
         super().log(logs, *args, **kwargs)
 
-    def write_log(self):
-        """`log.jsonl` in the output folder: every logged record of the run, resumed parts
-        included."""
+    def _step_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last record, and start counting again.
+
+        The numbers of tokens and epochs in the state of the run are updated.
+        """
+        counts = self._sum_counts()
+        seconds = time.perf_counter() - self.last_time
+        self.last_time += seconds
+
+        tokens_seen = self.state.num_input_tokens_seen + int(counts["tokens"])
+        self.state.num_input_tokens_seen = tokens_seen
+        if isinstance(self.train_dataset, StreamedBatches):
+            self.state.epoch = counts["epochs"]
+        else:
+            self.state.epoch = tokens_seen / self.train_dataset.tokens
+
+        metrics = {
+            "masked_accuracy": counts["correct"] / max(1.0, counts["masked"]),
+            "tokens_seen": tokens_seen,
+            "tokens_per_second": counts["tokens"] / max(seconds, 1e-9),
+        }
+        if self.peak_tflops:
+            metrics["mfu"] = self._flops(counts) / max(seconds, 1e-9) / self._peak_flops()
+        return metrics
+
+    def _sum_counts(self) -> dict[str, float]:
+        """Return the counts since the last record, summed over all processes."""
+        counts = {name: float(value) for name, value in self._counts.items()}
+        self._counts.clear()
+        if isinstance(self.train_dataset, StreamedBatches):
+            # The mean over the processes.
+            epochs = self.train_dataset.epochs(self._stream.values())
+            counts["epochs"] = epochs / self.args.world_size
+
+        if self.args.world_size > 1:
+            values = torch.tensor([*counts.values()], dtype=torch.float64)
+            values = self.accelerator.reduce(values.to(self.args.device), reduction="sum")
+            counts = dict(zip(counts, values.tolist(), strict=True))
+        return counts
+
+    def _flops(self, counts: Mapping[str, float]) -> float:
+        """Return the floating-point operations of the counted batches."""
+        config = self.model.config
+        predicted = counts["masked" if config.sparse_prediction else "tokens"]
+        return flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
+
+    def _peak_flops(self) -> float:
+        """Return the peak throughput of all devices in FLOP/s."""
+        return (self.peak_tflops or 0.0) * 1e12 * self.args.world_size
+
+    def write_log(self) -> None:
+        """Write `log.jsonl`: all log records of the run, also those before it was resumed."""
         lines = [json.dumps(record) for record in self.state.log_history]
-        write_text(Path(self.args.output_dir) / "log.jsonl", "\n".join(lines) + "\n")
+        write_text(checkpoint_folder(self.args) / "log.jsonl", "\n".join(lines) + "\n")
 
     # ------------------------------------------------------------------------------------------
-    # saving
+    # checkpoints
 
-    def save_model(self, output_dir=None, _internal_call=False):
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and name its tokenizer class so that transformers 4 can load it."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            name_tokenizer_class(output_dir or self.args.output_dir)
+            name_tokenizer_class(output_dir or checkpoint_folder(self.args))
 
-    def _save_checkpoint(self, *args, **kwargs):
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if isinstance(self.train_dataset, IterableDataset):
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        checkpoint = checkpoint_folder(self.args) / f"checkpoint-{self.state.global_step}"
+        if isinstance(self.train_dataset, StreamedBatches):
             consumed = self.state.global_step * self.args.gradient_accumulation_steps
             write_json(
-                stream_file(folder, self.args.process_index),
+                stream_file(checkpoint, self.args.process_index),
                 {"consumed": consumed, "states": self._stream},
             )
         if self.args.should_save:
             self.write_log()
         super()._save_checkpoint(*args, **kwargs)
 
-    def load_stream(self, checkpoint):
-        """Lets the stream go on from a checkpoint."""
+    def on_resume(self, checkpoint: Path) -> None:
+        """Continue a stream at the position of a checkpoint."""
+        if not isinstance(self.train_dataset, StreamedBatches):
+            return
         saved = json.loads(stream_file(checkpoint, self.args.process_index).read_text())
         self._stream = {int(worker): state for worker, state in saved["states"].items()}
         self.train_dataset.load_state(self._stream, saved["consumed"])
@@ -205,9 +285,14 @@ class PretrainingTrainer(RunTrainer, Trainer):
     # ------------------------------------------------------------------------------------------
     # evaluation
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """`measure`, logged as one record."""
-        metrics = self.measure()
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate all validation sets, and log the metrics as one record."""
+        metrics = self.validation_metrics()
         if metrics:
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(
@@ -216,11 +301,13 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self.last_time = time.perf_counter()
         return metrics
 
-    def measure(self):
-        """{`metric_name`: value} of `evaluate_batches` of every held-out set."""
+    def validation_metrics(self) -> dict[str, float]:
+        """Return the metrics of all validation sets, {`metric_name`: value}."""
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
-        characters, metrics = piece_characters(self.processing_class), {}
+        characters = token_characters(self.processing_class)
+        metrics = {}
         for name, batches in (self.eval_dataset or {}).items():
-            measured = evaluate_batches(model, batches, characters, self.accelerator)
-            metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
+            values = evaluate_batches(model, batches, characters, self.accelerator)
+            for metric, value in values.items():
+                metrics[metric_name(name, metric)] = value
         return metrics

@@ -1,124 +1,121 @@
-"""Masked-LM quality on held-out text: masked accuracy, and bits a character, in which vocabularies
-compare.
+"""Masked-LM quality on validation texts: masked accuracy, and bits per character.
 
-    bits a character = sum over the masked tokens of -log2 p(token | rest of the text)
-                       / sum over the masked tokens of the characters of the token's text
+    bits per character = sum over the masked tokens of -log2 p(token | rest of the text)
+                         / sum over the masked tokens of the number of characters of the token
 
-Which tokens are masked follows from the data's seed, the shares of the recipe and the batches: it
-is the same at every step of a run, and in every run with the same `seed`, `mlm_probability`,
-`max_length` and size of a batch. The characters of a token are those of the text that it stands
-for: the marks of tokenizers (`##`, the space before a word) are none. Special tokens are never
-masked, so what a vocabulary has no piece for ([UNK]) is left out of both sums; `unknown_tokens` is
-their share. A vocabulary of smaller pieces shows more of a word whose piece is hidden, so a small
-difference between two vocabularies says little.
+Bits per character are comparable across vocabularies. The masked tokens are a function of the seed,
+the masking options and the batches. They are identical at every step of a run, and in all runs with
+the same `seed`, `mlm_probability`, `max_length` and batch size.
+
+The characters of a token are those of the text that the token stands for, without the marks of
+tokenizers (`##`, the space before a word). Special tokens are never masked, so text that a
+vocabulary does not cover ([UNK]) is in neither sum. A vocabulary of shorter tokens reveals more of
+a word with a masked token, so small differences between two vocabularies mean little.
 """
 
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..common.errors import UserError
-from .sources import parse_sources
+from .batches import MicroBatches
+from .sources import Source, parse_sources
 
 
-_BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # of byte-level tokenizers
+# Bytes of the characters in the alphabet of byte-level tokenizers.
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def parse_heldout(heldout, split="train", column="text"):
-    """The held-out sets of a recipe: {name: sources}; of text without a name {"": sources}.
+# ------------------------------------------------------------------------------------------------
+# validation sets
+
+
+def parse_validation(
+    validation: str | Sequence[str | dict[str, Any]] | dict[str, Any] | None,
+    split: str = "train",
+    column: str = "text",
+) -> dict[str, tuple[Source, ...]]:
+    """Return the validation sets of a run, {name: sources}. A set without a name is called "".
 
     Args:
-        heldout: as `dataset`, or {name: as `dataset`}, or None.
+        validation: Value of `dataset`, or a mapping {name: value of `dataset`}, or None.
+        split: Split of sources that do not specify one.
+        column: Column of sources that do not specify one.
+
     Raises:
-        UserError: as of `parse_sources`.
+        UserError: As in `parse_sources`.
     """
-    sets = heldout if isinstance(heldout, dict) else {"": heldout}
-    if heldout is None:
+    if validation is None:
         return {}
-    return {str(name): parse_sources(each, split, column) for name, each in sets.items()}
+    sets = validation if isinstance(validation, dict) else {"": validation}
+    return {name: parse_sources(dataset, split, column) for name, dataset in sets.items()}
 
 
-def check_held_out(heldout, train):
-    """Raises UserError when a held-out set has text of `train`, a tuple of `Source`, by its
-    files."""
-    trained = {place: source for source in train for place in _places(source)}
-    for name, sources in heldout.items():
+def check_validation_sets(
+    validation: Mapping[str, Sequence[Source]], train: Sequence[Source]
+) -> None:
+    """Check that no validation set contains a source of the training texts.
+
+    Raises:
+        UserError: If a validation set and the training texts share a file or a Hub dataset.
+    """
+    train_keys = {key for source in train for key in _source_keys(source)}
+    for name, sources in validation.items():
         for source in sources:
-            if trained.keys() & set(_places(source)):
+            if train_keys.intersection(_source_keys(source)):
                 raise UserError(
-                    f"heldout {name or source.name}: {source.name} is trained on too, so that it "
-                    "would measure what was learned by heart; give other text"
+                    f"the validation set {name or source.name} must not contain training texts, "
+                    f"but {source.name} is also in `dataset`. Use other texts."
                 )
 
 
-def _places(source):
-    """What tells a source's text apart: its files, or its name on the Hub."""
+def _source_keys(source: Source) -> list[Any]:
+    """Return what identifies the texts of a source: its files, or its name on the Hub."""
     if source.kind == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
     return [os.path.realpath(path) for path in source.paths]
 
 
-def piece_characters(tokenizer):
-    """Characters of the text that each piece of a vocabulary stands for, (len(tokenizer),) int64.
-
-    White space and a tokenizer's marks are not counted, special tokens have none. A piece of a
-    byte-level vocabulary counts the characters that begin in it, so that the sum over pieces is
-    that of the text.
-    """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    prefix = state["model"].get("continuing_subword_prefix") or ""
-    byte_level = '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["decoder"]])
-    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
-    for piece, number in tokenizer.get_vocab().items():
-        if byte_level:
-            counts[number] = sum(map(_begins_character, piece))
-        else:
-            text = piece.removeprefix(prefix).replace("\u2581", " ")
-            counts[number] = len("".join(text.split()))
-    counts[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = 0
-    return counts
-
-
-def _begins_character(sign):
-    """Whether a sign of the byte-level alphabet is a byte that begins a character other than white
-    space."""
-    byte = _BYTES.get(sign, 0)
-    return byte not in b" \n\t\r" and not 0x80 <= byte < 0xC0
-
-
-def masked_correct(logits, labels):
-    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits
-    (B, L, V) or (labelled, V)."""
-    chosen = labels != -100
-    with torch.no_grad():
-        best = logits.argmax(dim=-1)
-        best = best if best.dim() == 1 else best[chosen]
-        return (best == labels[chosen]).sum(), chosen.sum()
+# ------------------------------------------------------------------------------------------------
+# metrics
 
 
 @torch.no_grad()
-def evaluate_batches(model, batches, characters, accelerator):
-    """Masked-LM quality over all of `batches` (`MicroBatches`); the model is in evaluation mode
-    then.
+def evaluate_batches(
+    model: nn.Module, batches: MicroBatches, characters: torch.Tensor, accelerator: Accelerator
+) -> dict[str, float]:
+    """Evaluate a masked language model on all micro-batches.
+
+    The model is in evaluation mode afterwards.
 
     Args:
-        characters: as `piece_characters` returns them.
-        accelerator: of the run, whose processes share the batches.
+        model: Masked language model.
+        batches: Micro-batches with labels, which are distributed over the processes.
+        characters: Result of `token_characters`, (len(tokenizer),).
+        accelerator: Accelerator of the run.
+
     Returns:
-        dict: loss (mean cross-entropy over masked tokens, nats), masked_accuracy, masked_tokens,
-        bits_per_character; where there are several batches the standard errors over them,
-        masked_accuracy_error and bits_per_character_error.
+        "loss", the mean cross-entropy of the masked tokens in nats; "masked_accuracy";
+        "masked_tokens", their number; and "bits_per_character". With several batches also the
+        standard errors over the batches, "masked_accuracy_error" and "bits_per_character_error".
     """
-    rank, world = accelerator.process_index, accelerator.num_processes
-    # Of each batch nats, right ones, masked tokens, their characters.
+    rank = accelerator.process_index
+    world_size = accelerator.num_processes
+    # Nats, correct tokens, masked tokens and their characters of each batch.
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)
     model.eval()
-    # Every process computes the same number of batches, as sharded models need; repeated ones do
-    # not count.
-    for i in range(rank, math.ceil(len(batches) / world) * world, world):
+
+    # Sharded models need the same number of batches in every process. Repeated batches are not
+    # counted.
+    for i in range(rank, math.ceil(len(batches) / world_size) * world_size, world_size):
         inputs = batches[min(i, len(batches) - 1)]
         batch = {
             name: value.to(accelerator.device) if torch.is_tensor(value) else value
@@ -127,13 +124,23 @@ def evaluate_batches(model, batches, characters, accelerator):
         with accelerator.autocast():
             outputs = model(**batch)
         if i < len(batches):
-            right, count = map(int, masked_correct(outputs.logits, batch["labels"]))
-            hidden = inputs["labels"][inputs["labels"] != -100]
+            correct, count = map(int, masked_correct(outputs.logits, batch["labels"]))
+            masked_ids = inputs["labels"][inputs["labels"] != -100]
             nats = float(outputs.loss) * count if count else 0.0
-            length = int(characters[hidden].sum())
-            sums[i] = torch.tensor([nats, right, count, length], dtype=torch.float64)
-    if world > 1:
+            length = int(characters[masked_ids].sum())
+            sums[i] = torch.tensor([nats, correct, count, length], dtype=torch.float64)
+
+    if world_size > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
+    return _metrics(sums)
+
+
+def _metrics(sums: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of `evaluate_batches`.
+
+    Args:
+        sums: Nats, correct tokens, masked tokens and their characters of each batch, (batches, 4).
+    """
     nats, correct, masked, length = sums.sum(0).tolist()
     metrics = {
         "loss": nats / masked,
@@ -141,19 +148,37 @@ def evaluate_batches(model, batches, characters, accelerator):
         "masked_tokens": int(masked),
         "bits_per_character": nats / math.log(2) / max(1, length),
     }
-    if len(batches) > 1:
+    if len(sums) > 1:
         metrics["masked_accuracy_error"] = _ratio_error(sums[:, 1], sums[:, 2])
-        error = _ratio_error(sums[:, 0], sums[:, 3])
-        metrics["bits_per_character_error"] = error / math.log(2)
+        nats_error = _ratio_error(sums[:, 0], sums[:, 3])
+        metrics["bits_per_character_error"] = nats_error / math.log(2)
     return metrics
 
 
-def _ratio_error(above, below):
-    """Standard error of sum(above) / sum(below) over batches: that of the mean of above - ratio *
-    below, by the mean of below."""
-    total = below.sum().clamp(min=1)
-    residuals = above - above.sum() / total * below
-    return float(residuals.std() * math.sqrt(len(below)) / total)
+def _ratio_error(numerators: torch.Tensor, denominators: torch.Tensor) -> float:
+    """Return the standard error of sum(numerators) / sum(denominators) over batches.
+
+    It is the standard error of the mean of `numerators - ratio * denominators`, divided by the mean
+    of the denominators.
+    """
+    total = denominators.sum().clamp(min=1)
+    residuals = numerators - numerators.sum() / total * denominators
+    return float(residuals.std() * math.sqrt(len(denominators)) / total)
+
+
+def masked_correct(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of masked tokens with the highest logit, and of all masked tokens.
+
+    Args:
+        logits: Logits of all tokens, (B, L, V), or of the masked tokens, (N, V).
+        labels: Ids of the masked tokens and -100 elsewhere, (B, L).
+    """
+    is_masked = labels != -100
+    with torch.no_grad():
+        predictions = logits.argmax(dim=-1)
+        if predictions.dim() > 1:
+            predictions = predictions[is_masked]
+        return (predictions == labels[is_masked]).sum(), is_masked.sum()
 
 
 def metric_name(name: str, metric: str, prefix: str = "eval") -> str:
@@ -164,9 +189,49 @@ def metric_name(name: str, metric: str, prefix: str = "eval") -> str:
     return f"{prefix}_{name}_{metric}" if name else f"{prefix}_{metric}"
 
 
-def most_frequent(batches):
-    """(token, its share) among the tokens that `batches` mask: what a model without context would
-    reach by always saying it."""
+def most_frequent_token(batches: Sequence[Mapping[str, Any]] | MicroBatches) -> tuple[int, float]:
+    """Return the most frequent masked token, and its fraction of the masked tokens.
+
+    The fraction is the accuracy of a model that always predicts this token.
+    """
     labels = torch.cat([batches[i]["labels"].flatten() for i in range(len(batches))])
     counts = labels[labels != -100].bincount()
     return int(counts.argmax()), float(counts.max() / counts.sum())
+
+
+# ------------------------------------------------------------------------------------------------
+# characters
+
+
+def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return the number of characters that each token of a vocabulary stands for.
+
+    White space and the marks of tokenizers are not counted, and special tokens have no characters.
+    A token of a byte-level vocabulary counts the characters that start in the token, so that the
+    sum over the tokens of a text is the number of characters of the text.
+
+    Returns:
+        Number of characters, (len(tokenizer),) int64.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    prefix = state["model"].get("continuing_subword_prefix") or ""
+    is_byte_level = '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["decoder"]])
+
+    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    for token, token_id in tokenizer.get_vocab().items():
+        if is_byte_level:
+            counts[token_id] = sum(map(_starts_character, token))
+        else:
+            text = token.removeprefix(prefix).replace("\u2581", " ")
+            counts[token_id] = len("".join(text.split()))
+    counts[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = 0
+    return counts
+
+
+def _starts_character(sign: str) -> bool:
+    """Return whether a sign of the byte-level alphabet is the first byte of a character.
+
+    White space is not counted.
+    """
+    byte = _BYTES.get(sign, 0)
+    return byte not in b" \n\t\r" and not 0x80 <= byte < 0xC0

@@ -162,7 +162,11 @@ def test_a_recipe_by_config(tmp_path):
         ("distill", "--batch-size", "Did you mean --per-device-train-batch-size?"),
         ("distill", "--resume", "Run the same command again to resume an interrupted run."),
         ("contrastive", "--train-file", "Did you mean --pairs?"),
-        ("pretrain", "--validation-file", "did you mean --heldout?"),
+        ("pretrain", "--validation-file", "Did you mean --validation?"),
+        ("pretrain", "--tokens-per-batch", "Did you mean --micro-batch-tokens?"),
+        ("pretrain", "--texts-per-step", "Did you mean --global-batch-size?"),
+        ("pretrain", "--heldout", "Did you mean --validation?"),
+        ("pretrain", "--measure", "Did you mean --evaluate-only?"),
         ("encode", "--output_dir", "Did you mean --output?"),
     ],
 )

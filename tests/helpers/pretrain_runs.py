@@ -29,7 +29,7 @@ TINY = {
 
 @pytest.fixture(scope="module", name="corpus")
 def make_corpus(tmp_path_factory):
-    """Folder with train.txt and heldout.txt: sentences in which one word follows from another."""
+    """Folder with train.txt and validation.txt, in which words determine the following ones."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     lines = []
@@ -37,7 +37,7 @@ def make_corpus(tmp_path_factory):
         pairs = [int(pick) for pick in rng.integers(len(SUBJECTS), size=rng.integers(1, 4))]
         lines.append(". ".join(f"the {SUBJECTS[i]} has {OTHERS[i]}" for i in pairs))
     (folder / "train.txt").write_text("\n".join(lines[:360]) + "\n")
-    (folder / "heldout.txt").write_text("\n".join(lines[360:]) + "\n")
+    (folder / "validation.txt").write_text("\n".join(lines[360:]) + "\n")
     return folder
 
 
@@ -48,7 +48,7 @@ def arguments_of(corpus, out, **more):
         "prepared": corpus / "prepared",
         "output": out,
         "max_length": 32,
-        "tokens_per_batch": 256,
+        "micro_batch_tokens": 256,
         "max_steps": 8,
         "warmup_steps": 2,
         "learning_rate": 3e-3,
@@ -86,7 +86,7 @@ class Killed(BaseException):
 
 
 @contextlib.contextmanager
-def signalled(step, number=None):
+def signaled(step, number=None):
     """Runs get this signal before the first step from `step` on; without one they are killed
     there."""
     inner = PretrainingTrainer.training_step
@@ -110,7 +110,7 @@ def same_weights(one, two):
 
 
 def save_bpe(texts, folder, size=300):
-    """Puts a cased byte-level BPE tokenizer that was learnt from texts into a folder."""
+    """Puts a cased byte-level BPE tokenizer that was learned from texts into a folder."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = ByteLevelBPETokenizer()
     backend.train_from_iterator(texts, vocab_size=size, special_tokens=special)

@@ -67,10 +67,10 @@ CHANGES = {
         "m5",
         {
             "layout": ("packed", "packed_without_boundaries"),
-            "texts_per_step": (256, None),
-            "texts_per_batch": (32, None),
-            "tokens_per_step": (None, 131_072),
-            "tokens_per_batch": (None, 16_384),
+            "global_batch_size": (256, None),
+            "micro_batch_size": (32, None),
+            "global_batch_tokens": (None, 131_072),
+            "micro_batch_tokens": (None, 16_384),
         },
     ),
     "m7": ("m5", {"num_hidden_layers": (12, 16), "hidden_size": (768, 1056)}),
@@ -80,8 +80,8 @@ CHANGES = {
         {
             "max_length": (512, 4096),
             "max_position_embeddings": (512, 4096),
-            "texts_per_step": (256, 512),
-            "texts_per_batch": (32, 4),
+            "global_batch_size": (256, 512),
+            "micro_batch_size": (32, 4),
             "dropout": (0.1, 0.0),
         },
     ),
@@ -151,9 +151,9 @@ def test_m0_is_the_papers_bert():
     }
     assert {key: m0[key] for key in expected} == expected
     # A step has 131,072 tokens, as the paper counts them.
-    assert m0["texts_per_step"] * m0["max_length"] == 131_072
+    assert m0["global_batch_size"] * m0["max_length"] == 131_072
     m9 = _flat("m9")
-    assert m9["texts_per_step"] * m9["max_length"] == 2_097_152
+    assert m9["global_batch_size"] * m9["max_length"] == 2_097_152
 
 
 @pytest.mark.parametrize(
@@ -178,16 +178,20 @@ def test_the_stages_have_the_papers_values(stage, steps, length, keys):
     }
     assert {key: getattr(run.training, key) for key in expected} == expected
     assert read_yaml(path)["trainer"]["bf16"] is True
-    batch = run.batch
+    options = run.options
+    batch = options.batch
     assert (batch.max_length, batch.long_texts, batch.layout) == (length, "truncate", "packed")
-    assert (batch.mlm_probability, batch.mask_replace_prob) == (0.2, 1.0)
-    assert (run.data.dataset, run.data.column) == ("tiiuae/falcon-refinedweb", "content")
+    masking = options.masking
+    assert (masking.mlm_probability, masking.mask_replace_prob) == (0.2, 1.0)
+    assert (options.data.dataset, options.data.column) == ("tiiuae/falcon-refinedweb", "content")
     # 32 rows of 1,024 or 8 of 4,096, 8 times on 8 devices
-    assert batch.texts_per_step * length == 2_097_152 and batch.accumulation(8) == 8
+    assert (
+        batch.global_batch_size * length == 2_097_152 and batch.gradient_accumulation_steps(8) == 8
+    )
     assert all(getattr(batch, key) == value for key, value in keys.items())
-    assert run.model.init_from == (None if stage == 1 else "runs/neobert_stage1")
+    assert options.model.init_from == (None if stage == 1 else "runs/neobert_stage1")
     if stage == 1:
-        config = NeoBERTConfig(**run.model.model_config)
+        config = NeoBERTConfig(**options.model.model_config)
         assert (config.hidden_size, config.num_hidden_layers) == (768, 28)
         assert (config.num_attention_heads, config.intermediate_size) == (12, 3072)
 
@@ -205,7 +209,9 @@ PRETRAINING = [
 def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
     given = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
     run = pretrain.read_run([str(path), *given])
-    accumulation = run.batch.accumulation(8 if "example" not in path.stem else 1)
+    accumulation = run.options.batch.gradient_accumulation_steps(
+        8 if "example" not in path.stem else 1
+    )
     # Only the domain recipe leaves the size of a step to the number of devices.
     assert accumulation is None if path.stem == "adapt_domain" else accumulation >= 1
     optimizer, training = torch.optim.SGD([torch.zeros(1)], 1.0), run.training

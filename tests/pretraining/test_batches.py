@@ -1,5 +1,8 @@
-"""Pins the batches of pre-training: long texts cut or split, every text once an epoch within the
-budget, batches that depend on seed and number alone, and the paper's mixture."""
+"""Test the batches of pre-training.
+
+Long texts are truncated or split, every text occurs once per epoch within the token budget, batches
+depend only on seed and number, and lengths are mixed as in the paper.
+"""
 
 import numpy as np
 import pytest
@@ -10,200 +13,215 @@ from helpers.data_runs import make_tokenizer, texts_of_batch  # noqa: F401
 from neobert.common.errors import UserError
 from neobert.pretraining.batches import MicroBatches, TokenWindows, batch_counts, batch_generator
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.options import BatchArguments
+from neobert.pretraining.options import BatchOptions
 from neobert.pretraining.prepared import TokenizedTexts
 
 
-def _tokens(lengths):
-    """A tokenised set whose text i has `lengths[i]` tokens with the special ones; its tokens tell
-    i."""
+def _tokenized_texts(lengths):
+    """Return texts of these lengths, including special tokens; text i repeats the id 2000 + i."""
     rows = Dataset.from_dict({"input_ids": [[2000 + i] * (n - 2) for i, n in enumerate(lengths)]})
     return TokenizedTexts(rows, np.array(lengths, dtype=np.int32))
 
 
 def _batches(lengths, tokenizer, count=None, seed=0, **spec):
-    spec = BatchArguments(**spec)
-    windows = TokenWindows(_tokens(lengths), (101, 102), spec)
+    spec = BatchOptions(**spec)
+    windows = TokenWindows(_tokenized_texts(lengths), (101, 102), spec)
     return MicroBatches(windows, TokenMasking(tokenizer), spec, seed, count)
 
 
-def test_long_texts_are_cut_or_split():
-    tokens = TokenizedTexts(
+def test_long_texts_are_truncated_or_split():
+    texts = TokenizedTexts(
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
     )
-    cut = TokenWindows(tokens, (1, 2), BatchArguments(tokens_per_batch=64, max_length=6))
-    assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [
+    spec = BatchOptions(micro_batch_tokens=64, max_length=6)
+    truncated = TokenWindows(texts, (1, 2), spec)
+    assert [row.tolist() for row in truncated.read(np.arange(len(truncated)))] == [
         [1, 10, 11, 12, 13, 2],
         [1, 30, 2],
     ]
-    spec = BatchArguments(tokens_per_batch=64, max_length=6, long_texts="split")
-    split = TokenWindows(tokens, (1, 2), spec)
-    everything = np.arange(len(split))
-    assert [row.tolist() for row in split.read(everything)] == [
+
+    spec = BatchOptions(micro_batch_tokens=64, max_length=6, long_texts="split")
+    split = TokenWindows(texts, (1, 2), spec)
+    ids = np.arange(len(split))
+    assert [row.tolist() for row in split.read(ids)] == [
         [1, 10, 11, 12, 13, 2],
         [1, 14, 15, 16, 17, 2],
         [1, 18, 19, 2],
         [1, 30, 2],
-    ], "windows must hold every token once"
-    assert split.lengths(everything).tolist() == [6, 6, 4, 3] and split.of_texts_from(
-        12
-    ).tolist() == [0, 1, 2]
+    ], "windows must contain every token exactly once"
+    assert split.lengths(ids).tolist() == [6, 6, 4, 3]
+    assert split.of_texts_from(12).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("spec", [{"tokens_per_batch": 64}, {"texts_per_batch": 7}], ids=str)
-def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec):
+@pytest.mark.parametrize("spec", [{"micro_batch_tokens": 64}, {"micro_batch_size": 7}], ids=str)
+def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, spec):
     lengths = [3 + i % 17 for i in range(101)]
     batches = _batches(lengths, tokenizer, 200, max_length=20, seed=5, **spec)
-    expected = sorted((101, *[2000 + i] * (n - 2), 102) for i, n in enumerate(lengths))
-    seen, first_epoch = [], None
+
+    seen = []
     for i in range(len(batches)):
         batch = batches[i]
         texts = texts_of_batch(batch)
         seen += texts
-        counts = {name: int(value) for name, value in batch_counts(batch).items()}
         sizes = [len(text) for text in texts]
-        assert counts == {
+        assert {name: int(value) for name, value in batch_counts(batch).items()} == {
             "tokens": sum(sizes),
-            "squares": sum(n * n for n in sizes),
+            "squares": sum(size * size for size in sizes),
             "masked": int((batch["labels"] != -100).sum()),
         }
-        if "tokens_per_batch" in spec:
-            assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep to its token budget"
-        elif len(texts) != 7:
-            # A batch has as many texts as were asked for, but the last of an epoch.
-            assert len(seen) % len(lengths) == 0
         assert batch["max_length_q"] == max(sizes)
-        if first_epoch is None and len(seen) >= len(lengths):
-            first_epoch = list(seen)
-    assert sorted(first_epoch) == expected, "the first epoch must hold every text exactly once"
+        if "micro_batch_tokens" in spec:
+            assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep its token budget"
+        elif len(texts) != 7:
+            # Only the last batch of an epoch is smaller.
+            assert len(seen) % len(lengths) == 0
+
+    expected = sorted((101, *[2000 + i] * (n - 2), 102) for i, n in enumerate(lengths))
+    first_epoch = seen[: len(lengths)]
+    second_epoch = seen[len(lengths) : 2 * len(lengths)]
+    assert sorted(first_epoch) == expected
+    assert sorted(second_epoch) == expected
+    assert first_epoch != second_epoch, "the order must differ between epochs"
     assert sum(map(len, first_epoch)) == batches.tokens
-    assert sorted(seen[len(lengths) : 2 * len(lengths)]) == expected, "so must the second"
-    assert seen[: len(lengths)] != seen[len(lengths) : 2 * len(lengths)], "in another order"
 
 
 def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer):
-    """The next batch begins with the text that would have been one too many."""
+    """Check that each batch starts with the text that would exceed the budget of the last one."""
     lengths = [3 + (7 * i) % 18 for i in range(500)]
-    batches = _batches(lengths, tokenizer, tokens_per_batch=64, max_length=20, seed=5)
-    order, bounds, _ = batches.plans[0].planned(0)
+    batches = _batches(lengths, tokenizer, micro_batch_tokens=64, max_length=20, seed=5)
+    plan = batches.plans[0].epoch(0)
+    order = plan.order
+    bounds = plan.bounds
     totals = [sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])]
     after = [lengths[order[stop]] for stop in bounds[1:-1]]
-    assert bounds[-1] == 500 and max(totals) <= 64
+    assert bounds[-1] == 500
+    assert max(totals) <= 64
     assert all(total + more > 64 for total, more in zip(totals, after))
 
 
-def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
-    lengths, settings = [3 + i % 17 for i in range(50)], {"tokens_per_batch": 64, "max_length": 20}
-    one = _batches(lengths, tokenizer, 40, seed=1, **settings)
-    in_order = [one[i] for i in range(40)]
-    fresh = _batches(lengths, tokenizer, 90, seed=1, **settings)
+def test_a_batch_is_a_function_of_the_seed_and_its_number(tokenizer):
+    lengths = [3 + i % 17 for i in range(50)]
+    settings = {"micro_batch_tokens": 64, "max_length": 20}
+    batches = _batches(lengths, tokenizer, 40, seed=1, **settings)
+    in_order = [batches[i] for i in range(40)]
+
+    longer_run = _batches(lengths, tokenizer, 90, seed=1, **settings)
     for i in (33, 2, 39, 0):
+        batch = longer_run[i]
         for name, value in in_order[i].items():
-            same = (
-                torch.equal(value, fresh[i][name])
-                if torch.is_tensor(value)
-                else value == fresh[i][name]
-            )
-            assert same
+            if torch.is_tensor(value):
+                assert torch.equal(value, batch[name])
+            else:
+                assert value == batch[name]
+
     other = _batches(lengths, tokenizer, 40, seed=2, **settings)
     assert not torch.equal(other[0]["labels"], in_order[0]["labels"])
 
 
 def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
     lengths = [3 + i % 17 for i in range(60)]
-    settings = {"layout": "packed_without_boundaries", "tokens_per_batch": 96, "max_length": 32}
+    settings = {"layout": "packed_without_boundaries", "micro_batch_tokens": 96, "max_length": 32}
+
+    # Batches for training are full, in the second epoch too.
     batches = _batches(lengths, tokenizer, 7, **settings)
-    # Batches of training are full, in the next epoch too.
     assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}
+
+    # An epoch for evaluation contains the last rows too, the very last one being shorter.
     batches = _batches(lengths, tokenizer, **settings)
     shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
-    # One pass must hold the last rows too, the very last one shorter.
     assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)]
+
+    # Text that does not fill a batch is evaluated, and refused for training.
     few = _batches([9, 8], tokenizer, **settings)
-    # Text that does not fill a batch must be evaluated too.
-    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17)
+    assert len(few) == 1
+    assert few[0]["input_ids"].shape == (1, 17)
+    with pytest.raises(UserError, match="`micro_batch_tokens` is 96, but the data contains fewer"):
+        _batches([9, 8], tokenizer, 3, **settings)
+
     ids = []
     for i in range(len(batches)):
         batch = batches[i]
         assert set(batch) == {"input_ids", "labels"}
-        ids += (
-            torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
-            .flatten()
-            .tolist()
-        )
+        is_masked = batch["labels"] != -100
+        unmasked = torch.where(is_masked, batch["labels"], batch["input_ids"])
+        ids += unmasked.flatten().tolist()
     starts = [i for i, token in enumerate(ids) if token == 101]
     texts = [tuple(ids[start:stop]) for start, stop in zip(starts, starts[1:])]
-    assert len(texts) > 50 and len(set(texts)) == len(texts)
-    assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts)
-    with pytest.raises(UserError, match="a batch takes 96 tokens, but the data has fewer"):
-        _batches([9, 8], tokenizer, 3, **settings)
+    assert len(texts) > 50
+    assert len(set(texts)) == len(texts)
+    for text in texts:
+        length = lengths[text[1] - 2000]
+        assert text == (101, *[text[1]] * (length - 2), 102)
 
 
-def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
+def test_the_mixture_samples_20_40_40_percent_from_long_texts(tokenizer):
     lengths = [8] * 60 + [16] * 30 + [32] * 30
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
     batches = _batches(
-        lengths, tokenizer, 2000, tokens_per_batch=64, max_length=32, mixture=mixture, seed=3
+        lengths, tokenizer, 2000, micro_batch_tokens=64, max_length=32, mixture=mixture, seed=3
     )
-    shares = np.bincount(batches.source, minlength=3) / 2000
-    assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04
+    fractions = np.bincount(batches.source, minlength=3) / 2000
+    assert np.abs(fractions - [0.2, 0.4, 0.4]).max() < 0.04
     for i in range(60):
         texts = texts_of_batch(batches[i])
         assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]]
+
     with pytest.raises(UserError, match="at least 64 tokens"):
         _batches(
-            lengths, tokenizer, 10, tokens_per_batch=64, max_length=32, mixture={0: 0.5, 64: 0.5}
+            lengths, tokenizer, 10, micro_batch_tokens=64, max_length=32, mixture={0: 0.5, 64: 0.5}
         )
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    "settings, message",
     [
-        ({"tokens_per_batch": 10, "max_length": 20}, "less than one text"),
+        ({"micro_batch_tokens": 10, "max_length": 20}, "must be at least `max_length`, 20, got 10"),
         (
             {
                 "layout": "packed_without_boundaries",
-                "tokens_per_batch": 30,
+                "micro_batch_tokens": 30,
                 "max_length": 20,
             },
-            "a multiple of max_length 20",
+            "must be a multiple of `max_length`, 20",
         ),
         (
             {
                 "layout": "packed_without_boundaries",
-                "tokens_per_batch": None,
-                "texts_per_batch": 4,
+                "micro_batch_tokens": None,
+                "micro_batch_size": 4,
             },
-            "needs tokens_per_batch",
+            "must be a multiple of `max_length`, 1024",
         ),
-        ({"texts_per_batch": 8}, "give either tokens_per_batch or texts_per_batch"),
+        ({"micro_batch_size": 8}, "cannot be combined"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
-        ({"mixture": {0: float("nan")}}, "above 0 and sum to 1"),
-        ({"mixture": {0: -1.0, 8: 2.0}}, "above 0 and sum to 1"),
+        ({"mixture": {0: float("nan")}}, "greater than 0 and sum to 1"),
+        ({"mixture": {0: -1.0, 8: 2.0}}, "greater than 0 and sum to 1"),
     ],
 )
-def test_impossible_batches_are_named(settings, words):
-    with pytest.raises(UserError, match=words):
-        BatchArguments(**{"tokens_per_batch": 4096, "max_length": 1024, **settings})
+def test_impossible_batches_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        BatchOptions(**{"micro_batch_tokens": 4096, "max_length": 1024, **settings})
 
 
-def test_every_batch_has_draws_of_its_own():
-    draws = {tuple(torch.rand(4, generator=batch_generator(3, i)).tolist()) for i in (0, 1, 0, 7)}
-    assert len(draws) == 3
+def test_every_batch_has_other_random_numbers():
+    samples = {tuple(torch.rand(4, generator=batch_generator(3, i)).tolist()) for i in (0, 1, 0, 7)}
+    assert len(samples) == 3
 
 
 def test_the_mixture_follows_the_seed(tokenizer):
-    spec = {"tokens_per_batch": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
-    draws = [_batches([8, 20] * 40, tokenizer, 200, seed, **spec).source for seed in (1, 1, 2)]
-    assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
+    spec = {"micro_batch_tokens": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
+    first, again, other = [
+        _batches([8, 20] * 40, tokenizer, 200, seed, **spec).source for seed in (1, 1, 2)
+    ]
+    assert (first == again).all()
+    assert (first != other).any()
 
 
 def test_masks_of_another_seed_are_not_shifted():
-    """Check that batch i + 1 of one seed and batch i of the next one have masks of their own."""
-    first, second = (
-        torch.rand(8, generator=batch_generator(seed, i)) for seed, i in ((1, 2), (2, 1))
-    )
+    """Check that batch i + 1 of one seed and batch i of the next seed have different masks."""
+    first = torch.rand(8, generator=batch_generator(1, 2))
+    second = torch.rand(8, generator=batch_generator(2, 1))
     assert not torch.equal(first, second)
 
 

@@ -7,6 +7,7 @@ checkpoints, stage 2 and bad input.
 import importlib.util
 import json
 import signal
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from helpers.pretrain_runs import (  # noqa: F401
     run_of,
     same_weights,
     save_bpe,
-    signalled,
+    signaled,
 )
 from helpers.raw_checkpoint import write_raw_checkpoint
 
@@ -38,10 +39,12 @@ from neobert.pretraining import command as pretrain
 from neobert.pretraining import model as model_module
 from neobert.pretraining import sources
 from neobert.pretraining import trainer as trainer_module
+from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import OPTIONS
+from neobert.pretraining.run import run_output
 from neobert.pretraining.streaming import StreamedBatches
 from neobert.pretraining.trainer import PretrainingTrainer, flops_per_batch
-from neobert.pretraining.validation import masked_correct, most_frequent
+from neobert.pretraining.validation import masked_correct, most_frequent_token
 from neobert.training.checkpoints import RunTrainer, checkpoints
 
 
@@ -51,7 +54,7 @@ RECIPES = ROOT / "recipes"
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     reports = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
     given = {"max_steps": 150, "save_steps": 150, "logging_steps": 10, "report_to": reports}
-    metrics = run_of(arguments_of(corpus, tmp_path, heldout=corpus / "heldout.txt", **given))
+    metrics = run_of(arguments_of(corpus, tmp_path, validation=corpus / "validation.txt", **given))
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     names = {"loss", "masked_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
@@ -65,12 +68,86 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, "real tokens of all batches"
     assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*"))
     result = json.loads((tmp_path / "result.json").read_text())
-    assert metrics.items() <= result.items() and result["command"] and result["steps"] == 150
+    assert (
+        metrics.items() <= result.items()
+        and result["environment"]["command"]
+        and result["steps"] == 150
+    )
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert model.config.hidden_size == 32, "the final model must load"
 
 
-TEXTS = {"texts_per_step": 12, "texts_per_batch": 6, "tokens_per_batch": None}
+def test_a_second_process_is_refused_before_texts_and_model_are_loaded(
+    corpus, tmp_path, monkeypatch
+):
+    """The first process waits in `load`, which stands for minutes of tokenization and loading."""
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out"))
+    loads = []
+
+    def load(run):
+        loads.append(run)
+        if len(loads) == 1:
+            # The second process has the same command line, and asks the file system for the lock.
+            start = time.monotonic()
+            with pytest.raises(UserError, match="is in use by another run"):
+                pretrain.train(run)
+            assert time.monotonic() - start < 1
+        raise Killed
+
+    monkeypatch.setattr(pretrain.Setup, "from_run", load)
+    with pytest.raises(Killed):
+        pretrain.train(run)
+    assert len(loads) == 1, "the second process must not load anything"
+
+
+def test_the_claim_comes_before_a_raw_checkpoint_is_converted(corpus, tmp_path, monkeypatch):
+    """The conversion takes minutes, and writes a temporary directory in the output."""
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY))
+    write_raw_checkpoint(model.state_dict(), model.config, tmp_path / "raw", 2, torch.float32)
+    converted = []
+    monkeypatch.setattr(model_module, "write_start", lambda *paths: converted.append(paths))
+    options = {"init_from": tmp_path / "raw", "model_config": "{}"}
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", **options))
+    with run_output(run).claim(), pytest.raises(UserError, match="is in use by another run"):
+        pretrain.execute(run)
+    assert not converted
+
+
+def test_a_tokenizer_is_identified_by_its_content(corpus, tmp_path):
+    NeoBERTForMaskedLM(NeoBERTConfig(**TINY)).save_pretrained(tmp_path / "start")
+    lines = (corpus / "train.txt").read_text().splitlines()
+    for name, size in (("one", 280), ("copy", 280), ("other", 300)):
+        save_bpe(lines, tmp_path / name, size)
+    starts = {"init_from": tmp_path / "start", "init_embeddings": "transfer", "model_config": "{}"}
+
+    def settings(name, options):
+        run = pretrain.read_run(
+            arguments_of(corpus, tmp_path / "out", tokenizer=tmp_path / name, **options)
+        )
+        return run_output(run).settings
+
+    for options in ({}, starts):
+        assert settings("one", options) == settings("copy", options)
+        assert settings("one", options) != settings("other", options)
+
+
+def test_old_names_of_options_lead_to_the_new_ones(corpus, tmp_path):
+    recipe = tmp_path / "old.yaml"
+    names = {
+        "texts_per_step: 8": "global_batch_size",
+        "tokens_per_step: 8": "global_batch_tokens",
+        "texts_per_batch: 8": "micro_batch_size",
+        "tokens_per_batch: 8": "micro_batch_tokens",
+        "heldout: a.txt": "validation",
+        "measure: true": "evaluate_only",
+    }
+    for line, name in names.items():
+        recipe.write_text(f"{line}\n")
+        with pytest.raises(UserError, match=f"unknown key .* Did you mean {name}[?]"):
+            pretrain.read_run([str(recipe), *arguments_of(corpus, tmp_path)])
+
+
+TEXTS = {"global_batch_size": 12, "micro_batch_size": 6, "micro_batch_tokens": None}
 
 
 STREAM = {"streaming": "true"}
@@ -96,7 +173,7 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_of(arguments_of(corpus, whole, **arguments))
 
-    with pytest.raises(Killed), signalled(6):
+    with pytest.raises(Killed), signaled(6):
         run_of(arguments_of(corpus, stopped, **arguments))
     assert list(checkpoints(stopped)) == [4]
     (stopped / "checkpoint-6").mkdir()
@@ -129,7 +206,7 @@ def test_any_interruptions_end_as_none(corpus, tmp_path, kind, interruptions):
     ends = {signal.SIGTERM: Stopped, signal.SIGINT: KeyboardInterrupt}
     for at in sorted(random.integers(1, 10, size=interruptions).tolist()):
         number = list(ends)[random.integers(2)]
-        with pytest.raises(ends[number]), signalled(at, number):
+        with pytest.raises(ends[number]), signaled(at, number):
             run_of(arguments_of(corpus, tmp_path / "out", **arguments))
     run_of(arguments_of(corpus, tmp_path / "out", **arguments))
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
@@ -185,7 +262,7 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys):
     arguments = {"max_steps": 12, "save_steps": 2000, "logging_steps": 4}
     run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
     out = tmp_path / "out"
-    with signalled(2, signal.SIGTERM):
+    with signaled(2, signal.SIGTERM):
         assert cli.main(["pretrain", *arguments_of(corpus, out, **arguments)]) == 143
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
         "neobert pretrain: stopped by SIGTERM after step 3 of 12. Run the same command again to "
@@ -193,7 +270,7 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys):
     )
     assert list(checkpoints(out)) == [3] and not list(out.glob("*.safetensors"))
     assert not (out / "result.json").exists()
-    with pytest.raises(Stopped), signalled(2, signal.SIGTERM):
+    with pytest.raises(Stopped), signaled(2, signal.SIGTERM):
         run_of(arguments_of(corpus, tmp_path / "two", init_from=out, **arguments))
     run_of(arguments_of(corpus, out, **arguments))
     whole, again = log_of(tmp_path / "whole"), log_of(out)
@@ -238,25 +315,27 @@ def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
 def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch):
     def accumulation(processes, **more):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        groups = OPTIONS["pretrain"].read(arguments_of(corpus, tmp_path, **more))
-        return groups[2].accumulation(processes)
+        options = OPTIONS["pretrain"].read(arguments_of(corpus, tmp_path, **more))
+        return options.batch.gradient_accumulation_steps(processes)
 
-    paper = {"tokens_per_batch": None, "max_length": 32}
-    assert accumulation(8, **paper, texts_per_batch=32, texts_per_step=2048) == 8
-    assert accumulation(16, **paper, texts_per_batch=32, texts_per_step=2048) == 4
-    assert accumulation(1, tokens_per_batch=512, tokens_per_step=4096) == 8
+    paper = {"micro_batch_tokens": None, "max_length": 32}
+    assert accumulation(8, **paper, micro_batch_size=32, global_batch_size=2048) == 8
+    assert accumulation(16, **paper, micro_batch_size=32, global_batch_size=2048) == 4
+    assert accumulation(1, micro_batch_tokens=512, global_batch_tokens=4096) == 8
     assert accumulation(3) is None
-    texts = {"texts_per_batch": 32, "texts_per_step": 2048, "tokens_per_batch": None}
-    with pytest.raises(UserError, match="2,048 is not a multiple of 32 texts x 3 processes"):
+    texts = {"micro_batch_size": 32, "global_batch_size": 2048, "micro_batch_tokens": None}
+    with pytest.raises(
+        UserError, match="`global_batch_size` must be a multiple .* 32 x 3, got 2,048"
+    ):
         accumulation(3, **texts)
-    with pytest.raises(UserError, match="with tokens_per_batch give tokens_per_step"):
-        accumulation(1, tokens_per_batch=512, texts_per_step=32)
+    with pytest.raises(UserError, match="Use `global_batch_tokens`, which is in the same unit"):
+        accumulation(1, micro_batch_tokens=512, global_batch_size=32)
     monkeypatch.delenv("WORLD_SIZE")
     short = {"max_steps": 2, "warmup_steps": 0}
     with pytest.raises(UserError, match="`gradient_accumulation_steps` is set to 2"):
-        other = {"tokens_per_step": 512, "gradient_accumulation_steps": 3}
+        other = {"global_batch_tokens": 512, "gradient_accumulation_steps": 3}
         run_of(arguments_of(corpus, tmp_path / "out", **other))
-    run_of(arguments_of(corpus, tmp_path / "step", tokens_per_step=512, **short))
+    run_of(arguments_of(corpus, tmp_path / "step", global_batch_tokens=512, **short))
     run_of(arguments_of(corpus, tmp_path / "by_hand", gradient_accumulation_steps=2, **short))
     assert log_of(tmp_path / "step") == log_of(tmp_path / "by_hand")
 
@@ -267,9 +346,9 @@ def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path, 
     they are cut."""
     losses = []
     # Every third token is masked, whatever the batch, so that both predict the same tokens.
-    monkeypatch.setattr(pretrain.TokenMasking, "__call__", _every_third)
+    monkeypatch.setattr(TokenMasking, "__call__", _every_third)
     for rows in (12, 4):
-        given = {"texts_per_step": 12, "texts_per_batch": rows, "tokens_per_batch": None}
+        given = {"global_batch_size": 12, "micro_batch_size": rows, "micro_batch_tokens": None}
         given |= {"max_steps": 1, "warmup_steps": 0, "save_steps": 1}
         run_of(arguments_of(corpus, tmp_path / str(rows), **given))
         losses += log_of(tmp_path / str(rows))
@@ -284,7 +363,7 @@ def _every_third(self, input_ids, generator, progress):
     return torch.where(chosen, self.mask_token_id, input_ids), torch.where(chosen, input_ids, -100)
 
 
-def test_masked_accuracy_counts_labelled_tokens_alone():
+def test_masked_accuracy_counts_labeled_tokens_alone():
     labels = torch.tensor([[-100, 1, 2, -100]])
     logits = torch.zeros(1, 4, 3)
     logits[0, 0, 1] = logits[0, 1, 1] = logits[0, 2, 0] = 1
@@ -294,7 +373,7 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
 
 def test_the_baseline_is_the_most_frequent_masked_token():
     labels = [[[-100, 9, 7]], [[9, -100, 9]]]
-    assert most_frequent([{"labels": torch.tensor(row)} for row in labels]) == (9, 0.75)
+    assert most_frequent_token([{"labels": torch.tensor(row)} for row in labels]) == (9, 0.75)
 
 
 def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
@@ -355,7 +434,7 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
     size = load_tokenizer(own).get_vocab()
     two = {**short, "init_from": tmp_path / "one", "model_config": "{}"}
-    words = "bpe is another one than that of init_from .*one, which the weights belong to"
+    words = "bpe differs from the tokenizer of `init_from` .*one, to which the weights belong"
     with pytest.raises(UserError, match=words):
         run_of(arguments_of(corpus, tmp_path / "two", tokenizer=tmp_path / "bpe", **two))
     run_of(arguments_of(corpus, tmp_path / "two", tokenizer=own, **two))
@@ -401,17 +480,20 @@ def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
     assert config.max_position_embeddings == 128
     # YaRN must extend from the first stage's length.
     assert config.rope_parameters["original_max_position_embeddings"] == 64
-    with pytest.raises(UserError, match="has norm_type='rms', but model_config asks for 'layer'"):
+    with pytest.raises(UserError, match="is 'rms', but `model_config` sets 'layer'"):
         model_module.make_model({"rms_norm": False}, str(tmp_path), tokenizer, 0)
 
 
-def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
+def test_prepare_tokenizes_and_stops(corpus, tmp_path, caplog):
     arguments = arguments_of(
-        corpus, tmp_path / "out", prepared=tmp_path / "prepared", heldout=corpus / "heldout.txt"
+        corpus,
+        tmp_path / "out",
+        prepared=tmp_path / "prepared",
+        validation=corpus / "validation.txt",
     )
     assert cli.main(["pretrain", *arguments, "--prepare"]) == 0
-    assert "360 of 360 rows have text" in capsys.readouterr().err
-    summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
+    assert "360 of 360 rows have text" in caplog.text
+    summary = json.loads((tmp_path / "prepared" / "validation" / "prepared.json").read_text())
     assert (summary["rows"], summary["kept"]) == (40, 40)
     assert not (tmp_path / "out" / "run.json").exists(), "--prepare must not train"
 

@@ -76,8 +76,8 @@ def _launch(folder, name, launcher, **more):
         "output": name,
         "model_config": json.dumps(MODEL),
         "max_length": 32,
-        "tokens_per_batch": 256,
-        "tokens_per_step": 512,
+        "micro_batch_tokens": 256,
+        "global_batch_tokens": 512,
         "max_steps": 6,
         "warmup_steps": 2,
         "learning_rate": 3e-3,
@@ -131,7 +131,7 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
         pytest.skip("deepspeed is not installed")
     both = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
     result = json.loads((folder / way / "result.json").read_text())
-    assert (result["processes"], result["distributed"]) == (2, WAYS[way])
+    assert (result["environment"]["processes"], result["distributed"]) == (2, WAYS[way])
     assert len(both) == len(single) == 6
     assert single[0]["loss"] - single[-1]["loss"] > 0.2, "vacuous: the losses do not move"
     for one, two in zip(single, both):
@@ -157,7 +157,7 @@ def test_zero_2_takes_another_vocabulary(folder, single):
     texts, own = str(folder / "texts.txt"), str(folder / "own")
     train_tokenizer([str(texts), "--vocab-size", "192", "--output", str(own)])
     given = {
-        **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
+        **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transfer"},
         **{"model_config": None, "prepared": "prepared-own"},
     }
     one = _train(folder, "one", SINGLE, **given)
@@ -175,7 +175,7 @@ def test_zero_2_takes_another_vocabulary(folder, single):
 
 @pytest.mark.parametrize("way", ["ddp", "zero2"])
 def test_two_processes_measure_and_weigh_as_one(folder, single, way):
-    """Weighted sources, and held-out sets before and after."""
+    """Weighted sources, and validation sets before and after."""
     if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     lines = (folder / "texts.txt").read_text().splitlines()
@@ -185,7 +185,7 @@ def test_two_processes_measure_and_weigh_as_one(folder, single, way):
     sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
     given = {
         "dataset": json.dumps(sources),
-        "heldout": json.dumps({"domain": "a.txt", "general": "b.txt"}),
+        "validation": json.dumps({"domain": "a.txt", "general": "b.txt"}),
         "prepared": "weighted",
         "init_from": "single",
         "model_config": None,
@@ -201,7 +201,7 @@ def test_two_processes_measure_and_weigh_as_one(folder, single, way):
 
 
 def _measured(folder):
-    """Bits a character of each held-out set at the start and at the end."""
+    """Bits per character of each validation set at the start and at the end."""
     rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     rows = [row for row in rows if "eval_domain_loss" in row]
     names = [f"eval_{name}_bits_per_character" for name in ("domain", "general")]
@@ -220,7 +220,9 @@ def test_zero_3_without_gathered_weights_is_refused(folder):
     launcher = _launcher("zero3")
     launcher[launcher.index(str(CONFIGS / "zero3.yaml"))] = str(folder / "ungathered.yaml")
     run = _launch(folder, "refused", launcher)
-    assert run.returncode and "ZeRO-3 would leave no final model" in run.stderr, run.stderr[-2000:]
+    assert run.returncode
+    words = "ZeRO-3 must gather the weights of the final model"
+    assert words in run.stderr, run.stderr[-2000:]
     assert not (folder / "refused").exists(), "nothing may be written"
 
 

@@ -21,7 +21,7 @@ def tokenizer(tokenizer_dir):
 
 
 def _text(tokenizer, count=100_000):
-    """Ordinary tokens with every special token in between."""
+    """Return rows of ordinary tokens, 70 %, and special tokens, 30 %."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1996, 20_000, (count,), generator=generator)
     ids[::10] = tokenizer.cls_token_id
@@ -32,56 +32,64 @@ def _text(tokenizer, count=100_000):
 
 def test_20_percent_always_by_the_mask_token(tokenizer):
     ids = _text(tokenizer)
-    hidden, labels = TokenMasking(tokenizer)(ids, torch.Generator().manual_seed(0))
-    chosen = labels != -100
+    masked, labels = TokenMasking(tokenizer)(ids, torch.Generator().manual_seed(0))
+    selected = labels != -100
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert not (chosen & special).any(), "special tokens must never be predicted"
-    # 70,000 real tokens: the standard deviation of the share is 0.0015.
-    assert abs(chosen[~special].float().mean() - 0.2) < 0.006
-    assert (hidden[chosen] == tokenizer.mask_token_id).all()
-    assert torch.equal(hidden[~chosen], ids[~chosen]), "all other tokens must stay as they are"
-    assert torch.equal(labels[chosen], ids[chosen]), "the label must be the token that was there"
+    assert not (selected & special).any(), "special tokens must never be predicted"
+    # The standard deviation of the fraction of 70,000 tokens is 0.0015.
+    assert abs(selected[~special].float().mean() - 0.2) < 0.006
+
+    assert (masked[selected] == tokenizer.mask_token_id).all()
+    assert torch.equal(masked[~selected], ids[~selected]), "other tokens must not change"
+    assert torch.equal(labels[selected], ids[selected]), "the label must be the original token"
 
 
 def test_bert_masking_15_percent_80_10_10(tokenizer):
     ids = _text(tokenizer)
-    hidden, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
-    chosen = labels != -100
+    masked, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
+    selected = labels != -100
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert abs(chosen[~special].float().mean() - 0.15) < 0.006
-    masked = (hidden == tokenizer.mask_token_id)[chosen].float().mean()
-    kept = (hidden == ids)[chosen].float().mean()
-    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015
-    replaced = hidden[chosen & (hidden != ids) & (hidden != tokenizer.mask_token_id)]
+    assert abs(selected[~special].float().mean() - 0.15) < 0.006
+
+    is_mask = masked == tokenizer.mask_token_id
+    is_unchanged = masked == ids
+    assert abs(is_mask[selected].float().mean() - 0.8) < 0.02
+    assert abs(is_unchanged[selected].float().mean() - 0.1) < 0.015
+
+    replaced = masked[selected & ~is_unchanged & ~is_mask]
     assert len(replaced) > 800, "about 10 % must be replaced by other tokens"
     assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any()
 
 
 def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
-    masking, ids = TokenMasking(tokenizer), _text(tokenizer, 1000)
-    first, again, other = (
+    masking = TokenMasking(tokenizer)
+    ids = _text(tokenizer, 1000)
+    first, again, other = [
         masking(ids, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again), "one seed must give one mask"
-    assert not torch.equal(first, other), "another seed must give another mask"
+    ]
+    assert torch.equal(first, again), "the masks must be a function of the seed"
+    assert not torch.equal(first, other), "another seed must yield other masks"
+
     text = torch.tensor([[tokenizer.cls_token_id, 2000, tokenizer.sep_token_id]])
     for seed in range(20):
         labels = masking(text, torch.Generator().manual_seed(seed))[1]
         assert labels.tolist() == [[-100, 2000, -100]]
 
 
-def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
-    masking, ids = TokenMasking(tokenizer, schedule=[0.3, 0.15]), _text(tokenizer)
+def test_the_mask_schedule_is_linear(tokenizer):
+    masking = TokenMasking(tokenizer, schedule=[0.3, 0.15])
+    ids = _text(tokenizer)
     ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
         labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
         assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006
+
     with pytest.raises(UserError, match="`mask_schedule` must contain two fractions"):
         TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
 
 
 def _rates(kind, warmup, steps, kwargs=None, peak=1.0):
-    """Learning rate of each step of a run, as the optimizer has it."""
+    """Return the learning rate of each step of a run, as the optimizer applies it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     scheduler = make_schedule(kind, optimizer, warmup, steps, kwargs)
     rates = []
@@ -92,9 +100,12 @@ def _rates(kind, warmup, steps, kwargs=None, peak=1.0):
     return rates
 
 
-def _papers(step, warmup, steps):
-    """Section 4: linear warm-up, cosine to 10 % of the peak over 90 % of the steps, then
-    constant."""
+def _paper_rate(step, warmup, steps):
+    """Return the learning rate of the paper (section 4), relative to the peak.
+
+    The schedule is a linear warmup, a cosine to 10 % of the peak that ends after 90 % of the steps,
+    and a constant.
+    """
     if step < warmup:
         return step / warmup
     t = min(1.0, (step - warmup) / (0.9 * steps - warmup))
@@ -102,34 +113,35 @@ def _papers(step, warmup, steps):
 
 
 @pytest.mark.parametrize("warmup, steps", [(20, 1000), (0, 100), (1, 10), (100, 2800)])
-def test_the_librarys_schedule_is_the_papers(warmup, steps):
-    given = paper_schedule(steps, warmup)
+def test_the_schedule_is_that_of_the_paper(warmup, steps):
+    schedule = paper_schedule(steps, warmup)
     rates = _rates(
-        given["lr_scheduler_type"], warmup, steps, given["lr_scheduler_kwargs"], peak=6e-4
+        schedule["lr_scheduler_type"], warmup, steps, schedule["lr_scheduler_kwargs"], peak=6e-4
     )
-    expected = [6e-4 * _papers(step, warmup, steps) for step in range(steps)]
+    expected = [6e-4 * _paper_rate(step, warmup, steps) for step in range(steps)]
     assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
-def test_the_papers_schedule_at_its_turning_points():
-    given = paper_schedule(1_000_000, 2000)
-    assert given["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
+def test_the_schedule_of_the_paper_at_its_turning_points():
+    schedule = paper_schedule(1_000_000, 2000)
+    assert schedule["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
     scheduler = make_schedule(
-        given["lr_scheduler_type"],
+        schedule["lr_scheduler_type"],
         torch.optim.SGD([torch.zeros(1)], 1.0),
         2000,
         1_000_000,
-        given["lr_scheduler_kwargs"],
+        schedule["lr_scheduler_kwargs"],
     )
     (factor,) = scheduler.lr_lambdas
-    assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
-    # Half-way down the cosine the rate is the mean of 1 and 0.1.
+    assert [factor(0), factor(1000), factor(2000)] == [0, 0.5, 1]
+    # In the middle of the cosine the rate is the mean of 1 and 0.1.
     assert math.isclose(factor(451_000), 0.55)
     assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
-    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1)
+    assert math.isclose(factor(900_000), 0.1)
+    assert math.isclose(factor(999_999), 0.1)
 
 
-def test_warm_up_stable_decay():
+def test_warmup_stable_decay():
     rates = _rates(
         "warmup_stable_decay",
         10,
@@ -155,14 +167,16 @@ def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
     )
     optimizer = PretrainingTrainer(model=model, args=arguments).create_optimizer()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, free = (
+    decayed, not_decayed = [
         {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
-    )
+    ]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert decayed | free == set(names.values()) and not decayed & free
-    assert all("norm" in name or name.endswith("bias") for name in free)
+    assert decayed | not_decayed == set(names.values())
+    assert not decayed & not_decayed
+    assert all("norm" in name or name.endswith("bias") for name in not_decayed)
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
-    # With zero gradients decoupled decay alone moves a weight: w (1 - lr * decay).
+
+    # With zero gradients, decoupled weight decay alone changes a weight: w (1 - lr * decay).
     before = model.decoder.weight.detach().clone()
     norm = model.model.layer_norm.weight.detach().clone()
     for parameter in model.parameters():

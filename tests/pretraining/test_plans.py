@@ -17,7 +17,7 @@ from helpers.pretrain_runs import (  # noqa: F401
     make_corpus,
     run_of,
     same_weights,
-    signalled,
+    signaled,
 )
 
 
@@ -26,7 +26,7 @@ pytest.importorskip("accelerate")
 from neobert.cli import main
 from neobert.pretraining.batches import MicroBatches, TokenWindows, add_boundaries, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.options import BatchArguments
+from neobert.pretraining.options import BatchOptions
 from neobert.pretraining.plans import WeightedOrder
 from neobert.pretraining.prepared import TokenizedTexts
 from neobert.pretraining.sources import parse_sources, shares_of
@@ -44,7 +44,7 @@ def _texts(mark, count):
 
 def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
     """`MicroBatches` of prepared sources, and the texts of each source as tuples of ids."""
-    spec = BatchArguments(**{"max_length": 32, "texts_per_batch": 4} | spec)
+    spec = BatchOptions(**{"max_length": 32, "micro_batch_size": 4} | spec)
     tokens = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
     special = boundary_tokens(tokenizer)
     own = [
@@ -72,7 +72,7 @@ def test_a_prepared_pass_has_the_exact_shares(tokenizer):
 
 def test_each_source_is_read_in_passes_of_its_own():
     order = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
-    assert order.draws == [100, 100], "so many that the rounding of a share is small"
+    assert order.samples == [100, 100], "so many that the rounding of a share is small"
     drawn = np.concatenate([order.order(number) for number in range(6)])
     small, large = drawn[drawn < 30], drawn[drawn >= 30]
     assert set(Counter(small.tolist()).values()) == {20}, "20 complete passes over its 30 texts"
@@ -84,7 +84,7 @@ def test_each_source_is_read_in_passes_of_its_own():
 
 def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
     order = WeightedOrder(np.arange(1010), [10, 1010], [0.31, 0.69], (1, 0))
-    assert order.draws == [100, 223], "100 / 0.31 * 0.69 is 222.58"
+    assert order.samples == [100, 223], "100 / 0.31 * 0.69 is 222.58"
     alike = WeightedOrder(np.arange(1400), [500, 1000, 1400], [0.1, 0.1, 0.8], (1, 0)).order(0)
     first, second = alike[alike < 500], alike[(alike >= 500) & (alike < 1000)]
     assert len(first) == len(second) == 100 and {*first} != {*(second - 500)}
@@ -116,7 +116,7 @@ def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, more):
     given = {"dataset": weighted, "prepared": corpus / "weighted", "save_steps": 2, **more}
     run_of(arguments_of(corpus, tmp_path / "whole", **given))
     for stop in (3, 6):
-        with pytest.raises(Killed), signalled(stop):
+        with pytest.raises(Killed), signaled(stop):
             run_of(arguments_of(corpus, tmp_path / "stopped", **given))
     run_of(arguments_of(corpus, tmp_path / "stopped", **given))
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
@@ -124,9 +124,9 @@ def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, more):
 
 
 BAD = [
-    ({"weight": 0}, "a weight, a number above 0, or none"),
-    ({"weight": "much"}, "weight of dataset must be float, but 'much' was given"),
-    ({"name": ""}, "an entry without a name"),
+    ({"weight": 0}, "must have a weight greater than 0, or none"),
+    ({"weight": "much"}, "`weight` in `dataset` must be a number, got 'much'"),
+    ({"name": ""}, "every entry of `dataset` must have a name"),
 ]
 
 
@@ -147,16 +147,16 @@ def test_bad_weights_are_one_sentence(
     assert not out.exists()
 
 
-def test_other_weights_are_another_run(corpus, tmp_path, weighted, capsys):
+def test_other_weights_are_another_run(corpus, tmp_path, weighted, capsys, caplog):
     prepared = tmp_path / "prepared"
     run_of(arguments_of(corpus, tmp_path / "out", dataset=weighted, prepared=prepared))
-    capsys.readouterr()
     given = json.loads(weighted)
     # The same shares in other numbers are the same run.
     for entry in given:
         entry["weight"] *= 10
     again = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
-    assert main(["pretrain", *again]) == 0 and "finished already" in capsys.readouterr().err
+    assert main(["pretrain", *again]) == 0
+    assert "the run has already finished" in caplog.text
     given[1]["weight"] = 3
     other = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
     assert main(["pretrain", *other]) == 2

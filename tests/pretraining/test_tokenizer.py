@@ -37,7 +37,7 @@ GERMAN = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A jsonl file of 400 different German lines."""
+    """Return a jsonl file of 400 different German texts."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     rows = [{"text": f"{GERMAN[i % 4]} Seite {i}"} for i in range(400)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -56,119 +56,130 @@ def warnings_in(caplog):
 def tokenizers(texts, tmp_path_factory):
     """Return a folder with trained tokenizers: uncased, cased, stripped and extended."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    for name, more in (
-        ("uncased", ["--vocab-size", 250]),
-        ("cased", ["--vocab-size", 320, "--cased"]),
-        ("stripped", ["--vocab-size", 256, "--strip-accents"]),
-        ("extended", ["--vocab-size", 30600, "--extend", TOKENIZER]),
-    ):
-        assert run(texts, "--output", folder / name, *more) == 0
+    options = {
+        "uncased": ["--vocab-size", 250],
+        "cased": ["--vocab-size", 320, "--cased"],
+        "stripped": ["--vocab-size", 256, "--strip-accents"],
+        "extended": ["--vocab-size", 30600, "--extend", TOKENIZER],
+    }
+    for name, words in options.items():
+        assert run(texts, "--output", folder / name, *words) == 0
     return folder
 
 
 # ------------------------------------------------------------------------------------------------
-# pieces
+# words and tokens
 
 
-def test_a_rare_character_takes_its_words_out():
+def test_words_with_rare_characters_are_removed():
     words = Counter({"haus": 3, "h\u00e4user": 1, "aus": 2, "x" * 101: 9})
     kept, alphabet = filter_words(words, 2)
-    assert kept == {"haus": 3, "aus": 2}, "one \u00e4, and a word that WordPiece makes [UNK]"
+    assert kept == {"haus": 3, "aus": 2}, (
+        "\u00e4 is rare, and WordPiece replaces the long word by [UNK]"
+    )
     assert alphabet == ["a", "h", "s", "u", "##a", "##s", "##u"]
     assert filter_words(words, 1)[0].keys() == {"haus", "h\u00e4user", "aus"}
 
 
-def test_pieces_are_merged_in_the_order_of_their_counts():
+def test_tokens_are_merged_in_the_order_of_their_frequency():
     words, alphabet = filter_words(Counter({"ab": 5, "abc": 4, "bc": 3}), 1)
-    # Pairs: a ##b 9, ##b ##c 4, b ##c 3. After "ab": ab ##c 4, b ##c 3.
+    # Frequencies of the pairs: a ##b 9, ##b ##c 4, b ##c 3; with "ab": ab ##c 4, b ##c 3.
     assert train_wordpiece(words, alphabet, 100, 1) == [*alphabet, "ab", "abc", "bc"]
     assert train_wordpiece(words, alphabet, 100, 4) == [*alphabet, "ab", "abc"]
     assert train_wordpiece(words, alphabet, len(alphabet) + 1, 1) == [*alphabet, "ab"]
 
 
-def test_the_same_words_give_the_same_pieces():
-    """The library alone orders equal merges as its hash table happens to."""
+def test_training_is_deterministic():
+    """Check merges of equal frequency, whose order in the library depends on a hash table."""
     words = Counter({f"{a}{b}{c}": 3 for a in "abcdefg" for b in "hijklmn" for c in "opqrst"})
     kept, alphabet = filter_words(words, 1)
     assert len({tuple(train_wordpiece(kept, alphabet, 150, 1)) for _ in range(4)}) == 1
 
 
-def test_the_most_useful_pieces_save_most():
+def test_the_most_useful_tokens_save_the_most_tokens():
     known = ["h", "##a", "##u", "##s", "##h", "t", "##t"]
     words = {"haus": 10, "haut": 2, "tau": 1, "haushaus": 3}
     candidates = ["haus", "haut", "##haus", "tau", "unseen"]
-    # haus: 13 times 3 pieces fewer; haut: 2 times 3; ##haus: 3 times 3; tau: once 2.
+    # haus saves 13 * 3 tokens, haut 2 * 3, ##haus 3 * 3, and tau 1 * 2.
     assert select_useful_tokens(words, known, candidates, 9) == ["haus", "##haus", "haut", "tau"]
     assert select_useful_tokens(words, known, candidates, 2) == ["haus", "##haus"]
-    # ab is used more often, abcd saves more.
+    # ab is used more often, but abcd saves more tokens.
     letters = ["a", "##b", "##c", "##d"]
     assert select_useful_tokens({"ab": 3, "abcd": 2}, letters, ["ab", "abcd"], 2) == ["abcd", "ab"]
 
 
-def test_a_vocabulary_is_filled_to_a_multiple_of_64():
-    pieces = pad_vocabulary([*SPECIAL_TOKENS, "[unused99]", "a"])
-    assert len(pieces) == 128 and len({*pieces}) == 128
-    assert pieces[106:108] == ["[unused100]", "[unused101]"]
-    assert pad_vocabulary(pieces) == pieces
+def test_a_vocabulary_is_padded_to_a_multiple_of_64():
+    tokens = pad_vocabulary([*SPECIAL_TOKENS, "[unused99]", "a"])
+    assert len(tokens) == len(set(tokens)) == 128
+    assert tokens[106:108] == ["[unused100]", "[unused101]"]
+    assert pad_vocabulary(tokens) == tokens
 
 
 # ------------------------------------------------------------------------------------------------
-# folders
+# output directories
 
 
 @pytest.mark.parametrize(
-    "name, size, text, pieces",
+    "name, size, text, tokens",
     [
         ("uncased", 256, "GR\u00d6\u1e9eE Datei", ["gr\u00f6\u00dfe", "datei"]),
         ("cased", 320, "Gr\u00f6\u00dfe Datei", ["Gr\u00f6\u00dfe", "Datei"]),
         ("stripped", 256, "\u00c4ndert", ["andert"]),
     ],
 )
-def test_the_form_is_that_of_bert(tokenizers, name, size, text, pieces):
+def test_the_format_is_that_of_bert(tokenizers, name, size, text, tokens):
     tokenizer = AutoTokenizer.from_pretrained(tokenizers / name)
     settings = json.loads((tokenizers / name / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "BertTokenizer" and tokenizer.is_fast
-    assert len(tokenizer) == size and tokenizer.model_max_length == 4096
+    assert settings["tokenizer_class"] == "BertTokenizer"
+    assert tokenizer.is_fast
+    assert len(tokenizer) == size
+    assert tokenizer.model_max_length == 4096
     special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
     assert tokenizer.convert_tokens_to_ids(special) == [0, 100, 101, 102, 103]
-    assert tokenizer.tokenize(text) == pieces
+    assert tokenizer.tokenize(text) == tokens
     lines = (tokenizers / name / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
     assert [tokenizer.convert_ids_to_tokens(i) for i in range(size)] == lines
+
     ids = tokenizer("Datei [MASK]")["input_ids"]
-    assert ids[0] == 101 and ids[-2:] == [103, 102]
+    assert ids[0] == 101
+    assert ids[-2:] == [103, 102]
     assert tokenizer.decode(ids, skip_special_tokens=True).lower() == "datei"
-    # What llama.cpp is told.
+
+    # The GGUF export reads the normalization from the tokenizer.
     assert _bert_normalizer(tokenizer) == (name != "cased", name == "stripped")
 
 
-def test_an_extended_tokenizer_keeps_its_ids_and_cuts_shorter(tokenizers):
-    base, tokenizer = load_tokenizer(str(TOKENIZER)), load_tokenizer(str(tokenizers / "extended"))
-    vocabulary = tokenizer.get_vocab()
-    assert len(tokenizer) == 30592 and base.get_vocab().items() <= vocabulary.items()
+def test_an_extended_tokenizer_keeps_its_ids_and_needs_fewer_tokens(tokenizers):
+    base = load_tokenizer(str(TOKENIZER))
+    tokenizer = load_tokenizer(str(tokenizers / "extended"))
+    assert len(tokenizer) == 30592
+    assert base.get_vocab().items() <= tokenizer.get_vocab().items()
+
     text = "Die Gr\u00f6\u00dfe der Ausgabe wird angezeigt."
-    before, after = base.tokenize(text), tokenizer.tokenize(text)
-    assert after == ["die", "gro\u00dfe", "der", "ausgabe", "wird", "angezeigt", "."]
-    assert len(before) > 12, before
+    tokens = ["die", "gro\u00dfe", "der", "ausgabe", "wird", "angezeigt", "."]
+    assert tokenizer.tokenize(text) == tokens
+    assert len(base.tokenize(text)) > 12
+
     english = "An unchanged English sentence, of course."
     assert base(english)["input_ids"] == tokenizer(english)["input_ids"]
 
 
 # ------------------------------------------------------------------------------------------------
-# figures
+# statistics
 
 
-def test_figures_by_hand(tokenizers):
+def test_statistics_by_hand(tokenizers):
     tokenizer = load_tokenizer(str(tokenizers / "cased"))
-    pieces = {"[UNK]": 0, "ab": 1, "##c": 2, "d": 3, ".": 4}
-    tokenizer.backend_tokenizer.model = models.WordPiece(pieces, unk_token="[UNK]")
+    vocabulary = {"[UNK]": 0, "ab": 1, "##c": 2, "d": 3, ".": 4}
+    tokenizer.backend_tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]")
     tokenizer.unk_token_id = 0
-    # Tokens: ab, ab ##c ., ab, [UNK], d; 13 characters.
-    figures = tokenizer_statistics(tokenizer, ["ab abc.", "ab \u03b1 d"])
-    assert list(figures.values())[1:] == [f"{13 / 7:.3f}", f"{1 / 7:.3%}"]
+    # The 13 characters become 7 tokens: ab, ab ##c ., ab, [UNK], d.
+    statistics = tokenizer_statistics(tokenizer, ["ab abc.", "ab \u03b1 d"])
+    assert list(statistics.values())[1:] == [f"{13 / 7:.3f}", f"{1 / 7:.3%}"]
 
 
 def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path, capsys, caplog):
-    """Check the warning, and that the columns of two folders of one name differ."""
+    """Check the warning, and that the columns of two directories of the same name differ."""
     (tmp_path / "texts.txt").write_text("Datei Seite\n" * 100)
     output = tmp_path / "tokenizer"
     assert run(tmp_path / "texts.txt", "--output", output, "--vocab-size", 1000) == 0
@@ -184,18 +195,19 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path, capsys, caplo
     assert not warnings_in(caplog)
 
 
-def test_every_50th_text_is_measured_and_not_learnt_from(texts, tmp_path, capsys):
+def test_every_50th_text_is_a_validation_text(texts, tmp_path, capsys):
     rows = [f"Datei {'Zebra Zebra' if number % 50 == 0 else 'Seite'}" for number in range(1, 201)]
     (tmp_path / "texts.txt").write_text("\n".join(rows) + "\n")
     assert run(tmp_path / "texts.txt", "--output", tmp_path / "out", "--vocab-size", 192) == 0
     assert not {"z", "##z", "zebra"} & {*(tmp_path / "out" / "vocab.txt").read_text().split()}
-    # Of "Datei", "[UNK]" and "[UNK]" two tokens in three are [UNK]; the bundled one knows letters.
+
+    # The tokens of a validation text are "datei", [UNK], [UNK]. The bundled tokenizer has letters.
     table = capsys.readouterr().out
     assert "| percentage of [UNK] | 66.667% | 0.000% |" in table, table
 
 
 # ------------------------------------------------------------------------------------------------
-# bad input
+# invalid input
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +220,7 @@ def inputs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, message",
     [
         (["{inputs}/empty.txt"], "empty.txt has no word"),
         (["{inputs}/once.txt"], "has no word of which every character occurs at least 2 times"),
@@ -221,12 +233,15 @@ def inputs(tmp_path_factory):
         (["{texts}", "--extend", TOKENIZER, "--cased"], "cannot be combined with `extend`"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    texts, inputs, tmp_path, capsys, arguments, words
+def test_invalid_input_is_reported_and_nothing_is_written(
+    texts, inputs, tmp_path, capsys, arguments, message
 ):
-    given = [str(a).format(inputs=inputs, texts=texts) for a in arguments]
-    size = [] if "--vocab-size" in given else ["--vocab-size", "256"]
-    assert run(*given, *size, "--output", tmp_path / "a" / "out") == 2
+    words = [str(word).format(inputs=inputs, texts=texts) for word in arguments]
+    if "--vocab-size" not in words:
+        words += ["--vocab-size", "256"]
+    assert run(*words, "--output", tmp_path / "a" / "out") == 2
+
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("neobert tokenizer: ") and words in error, error
+    assert error.startswith("neobert tokenizer: ")
+    assert message in error
     assert not list(tmp_path.iterdir())

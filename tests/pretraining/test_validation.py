@@ -27,13 +27,13 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import command as pretrain
 from neobert.pretraining.batches import MicroBatches, TokenWindows, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.options import BatchArguments
+from neobert.pretraining.options import BatchOptions
 from neobert.pretraining.sources import parse_sources
 from neobert.pretraining.validation import (
-    check_held_out,
+    check_validation_sets,
     evaluate_batches,
-    parse_heldout,
-    piece_characters,
+    parse_validation,
+    token_characters,
 )
 
 
@@ -42,7 +42,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def _trained(kind):
-    """A small tokenizer learnt from `TEXT`, cased, of one of three kinds."""
+    """A small tokenizer learned from `TEXT`, cased, of one of three kinds."""
     if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -74,7 +74,7 @@ def test_characters_of_pieces_are_those_of_the_text(kind):
     tokenizer = _trained(kind)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert tokenizer.unk_token_id not in ids, "the text must be covered, or this shows nothing"
-    characters = piece_characters(tokenizer)
+    characters = token_characters(tokenizer)
     assert int(characters[ids].sum()) == len("".join(TEXT.split()))
     assert characters[tokenizer.all_special_ids].tolist() == [0] * len(SPECIAL)
 
@@ -90,7 +90,7 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
     torch.manual_seed(0)
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
-    spec = BatchArguments(tokens_per_batch=64, max_length=32)
+    spec = BatchOptions(micro_batch_tokens=64, max_length=32)
     windows = TokenWindows(tokenise_texts(texts, bundled), boundary_tokens(bundled), spec)
     batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
     bits = characters = 0
@@ -105,7 +105,7 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
                 if label != -100:
                     bits -= float(logits[place].log_softmax(-1)[label]) / math.log(2)
                     characters += len(bundled.convert_ids_to_tokens(label).removeprefix("##"))
-    found = evaluate_batches(model, batches, piece_characters(bundled), Accelerator(cpu=True))
+    found = evaluate_batches(model, batches, token_characters(bundled), Accelerator(cpu=True))
     assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
     assert found["loss"] * found["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
 
@@ -143,9 +143,9 @@ def test_errors_are_those_of_ratios_over_batches():
 
 @pytest.fixture(name="sets")
 def make_sets(corpus):
-    """Two held-out sets: one like the training text, one that training says nothing about."""
+    """Two validation sets: one like the training text, one that training says nothing about."""
     (corpus / "other.txt").write_text("green apples fall down\nold men sing loud songs\n" * 30)
-    return {"domain": str(corpus / "heldout.txt"), "general": str(corpus / "other.txt")}
+    return {"domain": str(corpus / "validation.txt"), "general": str(corpus / "other.txt")}
 
 
 def _records(folder):
@@ -154,7 +154,7 @@ def _records(folder):
 
 def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
     given = {"max_steps": 24, "save_steps": 24, "eval_strategy": "steps", "eval_steps": 12}
-    metrics = run_of(arguments_of(corpus, tmp_path / "a", heldout=json.dumps(sets), **given))
+    metrics = run_of(arguments_of(corpus, tmp_path / "a", validation=json.dumps(sets), **given))
     measured = [record for record in _records(tmp_path / "a") if "eval_domain_loss" in record]
     assert [record["step"] for record in measured] == [0, 12, 24, 24]
     assert (
@@ -164,23 +164,23 @@ def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
     assert metrics["eval_domain_masked_accuracy"] > metrics["eval_general_masked_accuracy"] + 0.1
     assert metrics["eval_domain_unigram_accuracy"] > 0
     result = json.loads((tmp_path / "a" / "result.json").read_text())
-    assert set(result["settings"]["heldout"]) == {"domain", "general"}
+    assert set(result["settings"]["validation"]) == {"domain", "general"}
     assert metrics.items() <= result.items()
 
     # One set alone is measured alike, under its plain name.
-    alone = run_of(arguments_of(corpus, tmp_path / "b", heldout=sets["domain"], **given))
+    alone = run_of(arguments_of(corpus, tmp_path / "b", validation=sets["domain"], **given))
     assert alone["eval_loss"] == metrics["eval_domain_loss"]
-    with pytest.raises(UserError, match="other settings .heldout"):
+    with pytest.raises(UserError, match="other settings .validation"):
         other = sets["general"]
         run_of(
-            arguments_of(corpus, tmp_path / "b", heldout=other, prepared=tmp_path / "p", **given)
+            arguments_of(corpus, tmp_path / "b", validation=other, prepared=tmp_path / "p", **given)
         )
 
     # Without training: the same figures, and nothing but the prepared text is written.
     again = run_of(
         [
-            *arguments_of(corpus, tmp_path / "c", heldout=json.dumps(sets), model_config=None),
-            *("--init-from", str(tmp_path / "a"), "--measure"),
+            *arguments_of(corpus, tmp_path / "c", validation=json.dumps(sets), model_config=None),
+            *("--init-from", str(tmp_path / "a"), "--evaluate-only"),
         ]
     )
     assert again == {name: metrics[name] for name in again} and "eval_general_loss" in again
@@ -191,7 +191,7 @@ def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, set
     """Dropout draws from the random numbers that the measuring must leave alone."""
     model = json.dumps({**TINY, "dropout": 0.1})
     losses = []
-    for name, more in (("with", {"heldout": json.dumps(sets)}), ("without", {})):
+    for name, more in (("with", {"validation": json.dumps(sets)}), ("without", {})):
         run_of(arguments_of(corpus, tmp_path / name, model_config=model, max_steps=3, **more))
         losses.append([row["loss"] for row in _records(tmp_path / name) if "loss" in row])
     assert losses[0] == losses[1] and len(losses[0]) == 3
@@ -200,18 +200,18 @@ def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, set
 def test_validation_masks_follow_the_seed_of_the_data(corpus, tmp_path, bundled):
     labels = []
     for seed, data_seed in ((3, 5), (4, 5), (3, 6)):
-        seeds = {"seed": seed, "data_seed": data_seed, "heldout": corpus / "heldout.txt"}
+        seeds = {"seed": seed, "data_seed": data_seed, "validation": corpus / "validation.txt"}
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **seeds))
-        (batches,) = pretrain.heldout_batches(run, bundled).values()
+        (batches,) = pretrain.validation_batches(run, bundled).values()
         labels.append([batches[i]["labels"].tolist() for i in range(len(batches))])
     assert labels[0] == labels[1] != labels[2]
 
 
 BAD = [
     ("{domain: DIR/empty.txt}", "DIR/empty.txt"),
-    ("{domain: DIR/train.txt}", "is trained on too"),
-    ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is trained on too"),
-    ("{domain: }", "name of dataset must be str"),
+    ("{domain: DIR/train.txt}", "must not contain training texts"),
+    ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is also in `dataset`"),
+    ("{domain: }", "`name` in `dataset` must be text, got None"),
 ]
 
 
@@ -220,26 +220,28 @@ def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, given, words)
     (corpus / "empty.txt").write_text("")
     given, words = (text.replace("DIR", str(corpus)) for text in (given, words))
     out = tmp_path / "out"
-    code = main(["pretrain", *arguments_of(corpus, out, heldout=given, prepared=None)])
+    code = main(["pretrain", *arguments_of(corpus, out, validation=given, prepared=None)])
     error = capsys.readouterr().err
     assert code == 2 and words in error and len(error.strip().split("\n")) == 1, error
-    assert not out.exists(), "nothing must be left behind"
+    assert not list(out.glob("checkpoint-*")) and not (out / "result.json").exists()
 
 
-def test_held_out_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
+def test_validation_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
     (tmp_path / "train.txt").write_text("a text\n")
     (tmp_path / "other.txt").symlink_to("train.txt")
-    sets = parse_heldout({"a": str(tmp_path / "other.txt")})
-    with pytest.raises(UserError, match="trained on too"):
-        check_held_out(sets, parse_sources(str(tmp_path / "train.txt")))
+    sets = parse_validation({"a": str(tmp_path / "other.txt")})
+    with pytest.raises(UserError, match="must not contain training texts"):
+        check_validation_sets(sets, parse_sources(str(tmp_path / "train.txt")))
 
 
 def test_measuring_needs_text(corpus, tmp_path):
-    with pytest.raises(UserError, match="measure needs held-out text"):
-        pretrain.read_run([*arguments_of(corpus, tmp_path), "--measure"])
+    with pytest.raises(UserError, match="`evaluate_only` needs validation texts"):
+        pretrain.read_run([*arguments_of(corpus, tmp_path), "--evaluate-only"])
 
 
 def test_a_set_may_have_a_column_of_its_own():
-    found = parse_heldout({"a": {"name": "x.jsonl", "column": "body"}, "b": ["y.jsonl", "z.jsonl"]})
+    found = parse_validation(
+        {"a": {"name": "x.jsonl", "column": "body"}, "b": ["y.jsonl", "z.jsonl"]}
+    )
     assert [source.column for source in found["a"]] == ["body"]
     assert [source.name for source in found["b"]] == ["y.jsonl", "z.jsonl"]

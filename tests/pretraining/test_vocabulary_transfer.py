@@ -31,37 +31,35 @@ NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_toke
 
 
 def wordpiece(pieces, special=SPECIAL, **normalizer):
-    """A WordPiece tokenizer with these pieces after the special ones; uncased by default."""
+    """Return a WordPiece tokenizer with these tokens after the special ones, by default uncased."""
     backend = Tokenizer(
         models.WordPiece({p: i for i, p in enumerate([*special, *pieces])}, unk_token=special[1])
     )
     backend.normalizer = normalizers.BertNormalizer(**normalizer)
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.BertPreTokenizer(),
-        decoders.WordPiece(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
     names = dict(zip(NAMES, special))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def named(rows, old, new):
-    """{new piece: old pieces} of `RowSources`."""
+    """Return the sources of the rows as text, {new token: old tokens}."""
     return {
         piece: old.convert_ids_to_tokens(rows.sources[number])
         for piece, number in new.get_vocab().items()
     }
 
 
-def test_a_word_is_cut_as_wordpiece_cuts_it():
+def test_a_word_is_tokenized_like_wordpiece():
     pieces = {p: i for i, p in enumerate(["un", "##aff", "##able", "##a", "u", "##n", "able"])}
     assert wordpieces("unaffable", True, pieces) == ([0, 1, 2], True)
-    # Within a word 'un' does not count, and 'u' has no piece there.
+    # Within a word, "un" does not match, and "u" has no token.
     assert wordpieces("unaffable", False, pieces) == ([5, 1, 2], False)
     assert wordpieces("ableun", True, pieces) == ([6, 5], False)
     assert wordpieces("", True, pieces) == ([], False)
 
 
-def test_pieces_of_an_uncased_vocabulary_by_hand():
+def test_rows_from_an_uncased_vocabulary_by_hand():
     old = wordpiece(
         ["haus", "##haus", "gross", "##e", "marz", "m", "##ar", "##z", "\u00df", "[unused3]", "gro"]
     )
@@ -79,24 +77,26 @@ def test_pieces_of_an_uncased_vocabulary_by_hand():
         **{"<pad>": ["[PAD]"], "<unk>": ["[UNK]"], "<s>": ["[CLS]"]},
         **{"</s>": ["[SEP]"], "<mask>": ["[MASK]"]},
         **{"haus": ["haus"], "##haus": ["##haus"], "[unused3]": ["[unused3]"]},
-        "Haus": ["haus"],  # as the old one reads it
+        "Haus": ["haus"],
         "M\u00e4rz": ["marz"],
         "Hause": ["haus", "##e"],
-        "##Mar": ["m", "##ar"],  # "##m" is not there: as at the start of a word
+        # There is no "##m", so the text is tokenized like the start of a word.
+        "##Mar": ["m", "##ar"],
         "##\u00df": ["\u00df"],
         "[unused4]": [],
         "\u03b1": [],
-        "gro\u00df": ["gro"],  # what is known of it
+        # Characters without a token are omitted.
+        "gro\u00df": ["gro"],
         "grosse": ["gross", "##e"],
         "##gro": ["gro"],
         "\u03b1haus": ["##haus"],
     }
     assert rows.counts == {COPIED: 10, MEAN: 7, REST: 2}
     assert [old.convert_ids_to_tokens(i) for i in rows.ordinary][0] == "haus"
-    assert len(rows.ordinary) == 10, "special tokens and [unused3] are no ordinary pieces"
+    assert len(rows.ordinary) == 10, "special and unused tokens are not ordinary"
 
 
-def test_a_piece_in_lower_case_is_the_old_one_with_a_capital_where_that_is_all_there_is():
+def test_a_lowercase_token_is_copied_from_the_capitalized_one_if_there_is_no_other():
     old = wordpiece(["Haus", "nato", "NATO", "UNO", "f", "##aus", "F"], lowercase=False)
     new = wordpiece(["haus", "nato", "uno", "faus", "##haus"])
     assert named(find_rows(old, new), old, new) == {
@@ -106,7 +106,7 @@ def test_a_piece_in_lower_case_is_the_old_one_with_a_capital_where_that_is_all_t
     }
 
 
-def test_a_vocabulary_of_another_kind_gives_the_pieces_of_the_text():
+def test_rows_from_a_tokenizer_of_another_type():
     backend = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "\u0120": 3, "\u0120ab": 4}, []))
     backend.model = models.BPE(
         {"a": 0, "b": 1, "ab": 2, "\u0120": 3, "\u0120ab": 4}, [("a", "b"), ("\u0120", "ab")]
@@ -116,25 +116,28 @@ def test_a_vocabulary_of_another_kind_gives_the_pieces_of_the_text():
     backend.add_special_tokens(["[MASK]"])
     old = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]")
     new = wordpiece(["ab", "##ab", "aab", "b"], lowercase=False)
-    found = named(find_rows(old, new), old, new)
-    assert found["[MASK]"] == ["[MASK]"] and found["[PAD]"] == []
-    assert found["ab"] == ["\u0120ab"] and found["##ab"] == ["ab"]
-    assert found["aab"] == ["\u0120", "a", "ab"] and found["b"] == ["\u0120", "b"]
-    back = named(find_rows(new, old), new, old)
-    assert back["\u0120ab"] == ["ab"] and back["ab"] == ["##ab"]
+    sources = named(find_rows(old, new), old, new)
+    assert sources["[MASK]"] == ["[MASK]"] and sources["[PAD]"] == []
+    assert sources["ab"] == ["\u0120ab"] and sources["##ab"] == ["ab"]
+    assert sources["aab"] == ["\u0120", "a", "ab"] and sources["b"] == ["\u0120", "b"]
+
+    reverse = named(find_rows(new, old), new, old)
+    assert reverse["\u0120ab"] == ["ab"]
+    assert reverse["ab"] == ["##ab"]
 
 
-def test_what_another_kind_of_tokenizer_does_not_know_is_no_row_of_unknown():
+def test_the_row_of_the_unknown_token_is_never_used_for_text():
     backend = Tokenizer(models.Unigram([("[UNK]", 0.0), ("\u2581a", -1.0), ("b", -2.0)], unk_id=0))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
     old = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
     new = wordpiece(["\u03b1", "ab", "a\u03b1"], lowercase=False)
-    found = named(find_rows(old, new), old, new)
-    assert found["ab"] == ["\u2581a", "b"] and found["[UNK]"] == ["[UNK]"]
-    assert "[UNK]" not in found["\u03b1"] and found["a\u03b1"] == ["\u2581a"]
+    sources = named(find_rows(old, new), old, new)
+    assert sources["ab"] == ["\u2581a", "b"] and sources["[UNK]"] == ["[UNK]"]
+    assert "[UNK]" not in sources["\u03b1"] and sources["a\u03b1"] == ["\u2581a"]
 
 
-def test_rows_are_means_to_the_bit_where_there_is_one():
+def test_rows_are_means_and_bit_identical_copies():
     torch.manual_seed(3)
     weight = torch.randn(6, 4)
     rows = RowSources([[2], [], [1, 5, 1], [0, 4]], [1, 3, 5], {})
@@ -154,7 +157,9 @@ def test_embedding_decoder_and_bias_follow(tied):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rows = RowSources([[6], [0], [], [1, 2]], [1, 2, 3], {})
     replace_vocabulary(model, rows, 5, 1)
-    after, names = model.state_dict(), ("model.encoder.weight", "decoder.weight")
+
+    after = model.state_dict()
+    names = ("model.encoder.weight", "decoder.weight")
     for name in names:
         old = before[name]
         rest = old[1:4].mean(0)
@@ -162,7 +167,7 @@ def test_embedding_decoder_and_bias_follow(tied):
         torch.testing.assert_close(after[name], expected)
     assert after["decoder.bias"].tolist() == [6, 0, 2, 1.5, 2]
     for name in before.keys() - {*names, "decoder.bias"}:
-        assert torch.equal(before[name], after[name]), f"{name} is no row of the vocabulary"
+        assert torch.equal(before[name], after[name]), f"{name} does not depend on the vocabulary"
     assert (model.decoder.weight is model.get_input_embeddings().weight) is tied
     assert (model.config.vocab_size, model.config.pad_token_id) == (5, 1)
     assert model.get_input_embeddings().padding_idx == 1
@@ -191,17 +196,17 @@ def folders(corpus, tmp_path_factory):
 def short(folders, **more):
     return {
         **{"init_from": folders["start"], "tokenizer": folders["new"], "model_config": None},
-        **{"init_embeddings": "transplant", "prepared": None},
+        **{"init_embeddings": "transfer", "prepared": None},
         **more,
     }
 
 
-def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_path, capsys):
-    given = short(folders, max_steps=4, save_steps=2, heldout=corpus / "heldout.txt")
+def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = short(folders, max_steps=4, save_steps=2, validation=corpus / "validation.txt")
     run_of(arguments_of(corpus, tmp_path / "one", **given))
     tokenizer = load_tokenizer(str(folders["new"]))
-    told = capsys.readouterr().err
-    assert f"{len(tokenizer)} rows of the vocabulary: 53 copied, 5 mean of old tokens" in told, told
+    assert f"Vocabulary of {len(tokenizer)} tokens: 53 copied, 5 mean of old tokens" in caplog.text
     result = json.loads((tmp_path / "one" / "result.json").read_text())
     assert result["init_rows"] == {COPIED: 53, MEAN: 5, REST: 0}
     config = json.loads((tmp_path / "one" / "config.json").read_text())
@@ -221,11 +226,14 @@ def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_pa
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"init_embeddings": None}, "or give init_embeddings: transplant"),
-        ({"init_from": None}, "needs init_from"),
-        ({"model_config": '{"vocab_size": 20}'}, "vocabulary of 20, but the tokenizer has 58"),
+        ({"init_embeddings": None}, "or pass --init-embeddings transfer"),
+        ({"init_from": None}, "needs `init_from`"),
+        (
+            {"model_config": '{"vocab_size": 20}'},
+            "vocabulary of 20 tokens, but the tokenizer has 58",
+        ),
         ({"tokenizer": "{maskless}"}, "has no mask token"),
-        ({"tokenizer": "{foreign}"}, "has no token to mask, only special ones such as [UNK]"),
+        ({"tokenizer": "{foreign}"}, "must contain a token that can be masked"),
         ({"init_from": "{bare}"}, "no tokenizer was found in"),
     ],
 )
@@ -248,4 +256,4 @@ def test_bad_input_is_one_sentence(corpus, folders, tmp_path, capsys, more, word
     assert cli.main(["pretrain", *arguments_of(corpus, output, **given)]) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error, error
-    assert not (output / "run.json").exists() and not list(tmp_path.glob("out/checkpoint*"))
+    assert not list(tmp_path.glob("out/checkpoint*"))
