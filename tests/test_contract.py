@@ -49,6 +49,8 @@ def inputs(tmp_path_factory, tokenizer_dir):
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
     rows = [{"anchor": text, "positive": f"{i} {text[2:12]}"} for i, text in enumerate(texts)]
     write_jsonl(folder / "pairs.jsonl", rows)
+    labeled = [{"text": text, "label": ("even", "odd")[i % 2]} for i, text in enumerate(texts)]
+    write_jsonl(folder / "labeled.jsonl", labeled)
     for split, count in (("train", 48), ("validation", 8)):
         rows = [{"sentence": texts[i], "label": i % 2, "idx": i} for i in range(count)]
         write_jsonl(folder / "glue" / "sst2" / f"{split}.jsonl", rows)
@@ -94,6 +96,14 @@ def glue(inputs, output):
     ]
 
 
+def finetune(inputs, output):
+    return [
+        *("finetune", inputs / "labeled.jsonl", "--model", inputs / "model", "--output", output),
+        *("--max-length", "32", "--max-steps", "6", "--eval-strategy", "steps"),
+        *("--save-strategy", "steps", "--eval-steps", "2", *TRAINER),
+    ]
+
+
 def encode(inputs, output):
     return [
         *("encode", inputs / "texts.txt", output, "--model", inputs / "model"),
@@ -129,6 +139,7 @@ RUNS = {  # a setting in place of another, and one of the weights that it makes
     pretrain: ("--seed", "model.safetensors"),
     contrastive: ("--seed", "model.safetensors"),
     distill: ("--seed", "model.safetensors"),
+    finetune: ("--seed", "model.safetensors"),
 }
 runs = pytest.mark.parametrize("make", RUNS, ids=lambda make: make.__name__)
 # Of glue each run has a folder of its own below the output, named by its settings.
@@ -204,7 +215,7 @@ def test_what_is_read_may_be_fetched_again_and_the_output_copied(
     shutil.copytree(finished(make)[0], tmp_path / "out", copy_function=shutil.copyfile)
     code, printed, _ = run(make(tmp_path / "again", tmp_path / "out"), no_model=True)
     assert code == 0 and re.search("finished already|already finished", printed), printed
-    for name in ("texts.txt", "pairs.jsonl"):
+    for name in ("texts.txt", "pairs.jsonl", "labeled.jsonl"):
         path = tmp_path / "again" / name
         path.write_text(path.read_text().replace("garden", "meadow"))
     code, printed, _ = run(make(tmp_path / "again", tmp_path / "out"), no_model=True)
@@ -322,6 +333,27 @@ def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
     code, printed, _ = run([*encode(inputs, tmp_path / "out"), "--max-length", "9"], no_model=True)
     assert code == 2, printed
     assert "`max_length` must be null as in" in printed and "got 9." in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["out.csv", "out.jsonl", "out.parquet"])
+def test_predict_killed_at_any_write(inputs, run, finished, tmp_path, output):
+    model = finished(finetune)[0]
+
+    def predict(name):
+        return ["predict", inputs / "texts.txt", tmp_path / name, "--model", model, "--rows", "16"]
+
+    code, printed, writes = run(predict(f"whole-{output}"))
+    assert code == 0, printed
+    pick = random.Random(f"predict {output}")
+    for _ in range(3):
+        run(predict(output), kill_at=pick.randint(1, writes))
+    code, printed, _ = run(predict(output), strange=True)
+    assert code == 0, printed
+    assert (tmp_path / output).read_bytes() == (tmp_path / f"whole-{output}").read_bytes()
+    code, printed, _ = run(predict(output), no_model=True)
+    assert code == 0 and "already complete" in printed, printed
+    assert sorted(path.name for path in tmp_path.glob(f"{output}*")) == [output, f"{output}.json"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -39,9 +39,22 @@ class Part:
 
 
 def tokenize(
-    task: TextTask, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
+    task: TextTask,
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    scaling: tuple[float, float] | None = None,
 ) -> Part:
-    """Tokenize rows, and count those that are truncated."""
+    """Tokenize rows, and count those that are truncated.
+
+    Args:
+        task: Task of the rows.
+        examples: Rows.
+        tokenizer: Tokenizer of the model.
+        max_length: Maximum sequence length in tokens.
+        scaling: Factor and offset of the labels of a regression; the model learns
+            (label - offset) / factor.
+    """
     from datasets import Dataset
 
     columns = [list(column) for column in zip(*examples.texts)]
@@ -57,12 +70,16 @@ def tokenize(
         )
     )
     if not is_tagged:
-        dataset = Dataset.from_dict({**encoded, "labels": examples.labels})
+        labels: list[Any] = examples.labels
+        if scaling is not None:
+            factor, offset = scaling
+            labels = [(label - offset) / factor for label in labels]
+        dataset = Dataset.from_dict({**encoded, "labels": labels})
         return Part(examples, dataset, [], truncated)
 
     numbers = {tag: number for number, tag in enumerate(task.labels)}
     positions = []
-    labels = []
+    token_labels = []
     for offsets, words, tags in zip(encoded.pop("offset_mapping"), examples.words, examples.labels):
         row_positions = token_positions(words, offsets)
         row = np.full(len(offsets), IGNORED)
@@ -70,8 +87,9 @@ def tokenize(
             if position >= 0:
                 row[position] = numbers[tag]
         positions.append(row_positions)
-        labels.append(row.tolist())
-    return Part(examples, Dataset.from_dict({**encoded, "labels": labels}), positions, truncated)
+        token_labels.append(row.tolist())
+    dataset = Dataset.from_dict({**encoded, "labels": token_labels})
+    return Part(examples, dataset, positions, truncated)
 
 
 def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarray]:

@@ -66,6 +66,7 @@ from .trainer import (
     add_adapters,
     make_trainer,
     memory_result,
+    output_layer,
     output_logits,
     process_state,
     save_model,
@@ -197,6 +198,8 @@ class Finetuning:
     tokenizer: PreTrainedTokenizerBase
     parts: dict[str, Part]
     max_length: int
+    # Factor and offset of the labels of a regression, which is trained on standardized labels.
+    scaling: tuple[float, float] | None = None
 
     def __init__(
         self,
@@ -242,6 +245,8 @@ class Finetuning:
             auto_class=self.auto_class,
         )
         check_vocabulary(self.tokenizer, model, name)
+        if self.task.name == REGRESSION and output_layer(model) is not None:
+            self.scaling = _label_scaling(self.splits.train.labels)
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
         lora = options.lora.settings()
@@ -270,7 +275,7 @@ class Finetuning:
         parts = {"train": self.splits.train, "validation": self.splits.validation}
         parts["test"] = self.splits.test
         self.parts = {
-            name: tokenize(self.task, part, self.tokenizer, self.max_length)
+            name: tokenize(self.task, part, self.tokenizer, self.max_length, self.scaling)
             for name, part in parts.items()
         }
         counts = {name: part.truncated for name, part in self.parts.items()}
@@ -293,6 +298,8 @@ class Finetuning:
         """Write the model and its evaluation into a directory, and return the result."""
         validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
         test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
+        if self.scaling is not None:
+            test_logits = test_logits * self.scaling[0] + self.scaling[1]
         result = self._evaluate(trainer, validation_logits, test_logits)
         if not trainer.is_world_process_zero():
             return {}
@@ -304,6 +311,7 @@ class Finetuning:
             adapter_folder=folder / "adapter" if self.options.lora.lora else None,
             auto_class=self.auto_class,
             trust_remote_code=self.options.model.trust_remote_code,
+            scaling=self.scaling,
         )
         result.update(reload)
         temperature = (result["calibration"] or {}).get("temperature", 1.0)
@@ -341,7 +349,8 @@ class Finetuning:
         step = trainer.state.best_global_step
         selected = next((entry for entry in history if entry["step"] == step), history[-1])
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-        trained, total = trainable_parameters(trainer.model)
+        model: Any = trainer.model
+        trained, total = trainable_parameters(model)
         return {
             "task": task.name,
             "description": task.describe(),
@@ -410,6 +419,15 @@ def result_table(result: dict[str, Any]) -> str:
             cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
         rows.append(cells)
     return markdown_table(["model", *(name.replace("_", " ") for name in names)], rows)
+
+
+def _label_scaling(labels: Sequence[float]) -> tuple[float, float]:
+    """Return the standard deviation and the mean of the labels of a regression.
+
+    A head that starts near 0 would need many steps to reach labels such as 500.
+    """
+    values = np.asarray(labels, dtype=np.float64)
+    return float(values.std()) or 1.0, float(values.mean())
 
 
 def _encoder_pooling(model: str) -> str | None:

@@ -237,7 +237,8 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     history = trainer.evaluation_history()
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
 
-    trained, total = trainable_parameters(trainer.model)
+    model: Any = trainer.model
+    trained, total = trainable_parameters(model)
     rows = {name: part.stop - part.start for name, part in trainer.slices.items()}
     prefixes = ("dev_", *(f"{split}_" for split in task.validation))
     return {

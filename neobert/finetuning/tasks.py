@@ -186,6 +186,8 @@ def _local_rows(
 
     for file in files(f"{source}/{task.name}/{split}[.-]*"):
         for number, row in numbered_rows(file, columns, task.texts):
+            # Rows are None only if some of them are not wanted.
+            assert row is not None
             yield f"{file.url}, row {number + 1:,}", row
 
 

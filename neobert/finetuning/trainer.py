@@ -184,6 +184,7 @@ def save_model(
     adapter_folder: Path | None,
     auto_class: Any,
     trust_remote_code: bool = False,
+    scaling: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Save the selected weights, with the adapter of LoRA merged, and the tokenizer.
 
@@ -191,6 +192,7 @@ def save_model(
         model_folder: Directory of the model, or None to save no model.
         adapter_folder: Directory of the adapter, or None without LoRA.
         auto_class: Auto class of transformers that loads the model.
+        scaling: Factor and offset of the saved model's output, see `scale_output`.
 
     Returns:
         With `model_folder`, "reload_difference": the largest difference of a logit after the saved
@@ -208,6 +210,9 @@ def save_model(
         model = save_adapter_and_merge(model, adapter_folder)
     if model_folder is None:
         return {}
+    if scaling is not None:
+        scale_output(model, *scaling)
+        before = before * scaling[0] + scaling[1]
 
     model.save_pretrained(model_folder)
     save_tokenizer(tokenizer, model_folder)
@@ -217,6 +222,27 @@ def save_model(
     with torch.no_grad():
         after = saved.eval()(**batch.to(saved.device)).logits.float().cpu()
     return {"reload_difference": (after - before).abs().max().item()}
+
+
+def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
+    """Return the last linear layer of a head if the model calls it by one of the common names."""
+    for name in ("classifier.out_proj", "classifier", "score"):
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(layer, torch.nn.Linear) and layer.bias is not None:
+            return layer
+    return None
+
+
+@torch.no_grad()
+def scale_output(model: torch.nn.Module, factor: float, offset: float) -> None:
+    """Change the last layer of a model so that its output y becomes `factor * y + offset`."""
+    layer = output_layer(model)
+    assert layer is not None
+    layer.weight.mul_(factor)
+    layer.bias.mul_(factor).add_(offset)
 
 
 def memory_result(memory: PeakMemory) -> dict[str, int | None]:

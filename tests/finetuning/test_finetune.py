@@ -109,9 +109,17 @@ def test_several_labels(tmp_path):
     assert (tmp_path / "out" / "label_f1.png").is_file()
 
 
-def test_regression(tmp_path):
-    result = runs.run(tmp_path, runs.regression_rows(), "--num-train-epochs", "20")
-    assert value(result, "spearman") > 0.8
+@pytest.mark.parametrize("lora", ["false", "true"])
+def test_regression(tmp_path, lora):
+    """Labels far from 0 are learned, and the saved model predicts them in their unit."""
+    rows = [{**row, "score": 100 * row["score"] + 1000.25} for row in runs.regression_rows()]
+    result = runs.run(tmp_path, rows, "--num-train-epochs", "20", "--lora", lora)
+    assert value(result, "spearman") > 0.7
+    model = pipeline("text-classification", str(tmp_path / "out"), function_to_apply="none")
+    scores = [row["score"] for row in model([row["text"] for row in rows[:50]])]
+    errors = [abs(score - row["score"]) for score, row in zip(scores, rows)]
+    assert np.mean(errors) < 70, "the standard deviation of the labels is 112"
+    assert result["reload_difference"] < 1e-2
     assert [entry["name"] for entry in result["baselines"]][0] == "mean label"
     assert result["calibration"] is None
     assert (tmp_path / "out" / "predictions.png").is_file()
