@@ -1,7 +1,7 @@
-"""Names and layouts of the published checkpoint, for the library's weight conversion.
+"""Names and layouts of the published checkpoint, for the weight conversion of transformers.
 
-`SplitHeads` goes to src/transformers/core_model_loading.py of the library, the list to the mapping
-of src/transformers/conversion_mapping.py (docs/native.md).
+`SplitHeads` belongs in src/transformers/core_model_loading.py, and `MAPPINGS` in
+src/transformers/conversion_mapping.py (docs/native.md).
 """
 
 import torch
@@ -15,8 +15,7 @@ from transformers.core_model_loading import (
 
 
 class SplitHeads(ConversionOps):
-    """Rows that are interleaved per head, (heads, parts, head_dim), to parts one after the other,
-    (parts, heads, head_dim), for `Chunk`; and back."""
+    """Reorder rows from (heads, parts, head_dim) to (parts, heads, head_dim), for `Chunk`, and back."""
 
     def __init__(self, parts: int = 3, inverse: bool = False):
         self.parts = parts
@@ -24,15 +23,18 @@ class SplitHeads(ConversionOps):
 
     @torch.no_grad
     def convert(self, input_dict, source_patterns, target_patterns, config, **kwargs):
+        """Return the tensor with its rows reordered."""
         name, tensor = next(iter(input_dict.items()))
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         rows = (config.num_attention_heads, self.parts)
-        rows = rows[::-1] if self.inverse else rows
+        if self.inverse:
+            rows = (self.parts, config.num_attention_heads)
         swapped = tensor.unflatten(0, (*rows, -1)).transpose(0, 1).reshape(tensor.shape)
         return {name if len(target_patterns) > 1 else target_patterns[0]: swapped.contiguous()}
 
     @property
     def reverse_op(self):
+        """Operation that restores the order."""
         return SplitHeads(self.parts, inverse=not self.inverse)
 
 
@@ -50,7 +52,7 @@ NEOBERT_CONVERSION = [
         operations=[
             SplitHeads(parts=3),
             Chunk(dim=0),
-            # Adjacent pairs to the two halves of the library's rotate_half.
+            # RoPE rotates adjacent pairs in the checkpoint, and the two halves of a head in transformers.
             PermuteForRope(permute_layer_names=["q_proj", "k_proj"]),
         ],
     ),

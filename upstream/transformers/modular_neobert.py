@@ -51,13 +51,14 @@ class NeoBertConfig(PreTrainedConfig):
     classifier_dropout (`float`, *optional*, defaults to 0.1):
         The dropout of the task heads.
     classifier_pooling (`str`, *optional*, defaults to `"cls"`):
-        What the sequence heads read: the first real token (`"cls"`) or the mean over real tokens (`"mean"`).
+        The pooling of the sequence heads: the first non-padding token (`"cls"`) or the mean over non-padding
+        tokens (`"mean"`).
     embedding_init_range (`float`, *optional*, defaults to 0.02):
-        Bound of the uniform initialization of the embedding.
+        The bound of the uniform initialization of the embedding.
     decoder_init_range (`float`, *optional*, defaults to 0.02):
-        Bound of the uniform initialization of linear layers outside of task heads.
+        The bound of the uniform initialization of the linear layers outside the task heads.
     classifier_init_range (`float`, *optional*, defaults to 0.02):
-        Standard deviation of the normal initialization of the task heads.
+        The standard deviation of the normal initialization of the task heads.
     """
 
     model_type = "neobert"
@@ -86,7 +87,7 @@ class NeoBertConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        # The name in the published config.json, which elsewhere is an argument of generation
+        # The published config.json uses `max_length`, which in other models is an argument of generation
         self.max_position_embeddings = kwargs.pop("max_length", self.max_position_embeddings)
         super().__post_init__(**kwargs)
 
@@ -139,7 +140,8 @@ class NeoBertPreTrainedModel(EuroBertPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        PreTrainedModel._init_weights(self, module)  # norms, rotary angles, and linear layers of task heads
+        # Initialize norms, rotary embeddings, and the linear layers of task heads
+        PreTrainedModel._init_weights(self, module)
         if isinstance(module, nn.Embedding):
             bound = self.config.embedding_init_range
             init.uniform_(module.weight, -bound, bound)
@@ -203,7 +205,7 @@ class NeoBertForMaskedLM(NeoBertPreTrainedModel):
 
 
 def pool_hidden_states(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """One vector per sequence: of its first real token (`"cls"`) or the mean over its real tokens (`"mean"`)."""
+    """Return one vector per sequence: the first non-padding token (`"cls"`), or the mean over them (`"mean"`)."""
     if attention_mask is None:
         return hidden_states.mean(dim=1) if pooling == "mean" else hidden_states[:, 0]
     mask = attention_mask.to(hidden_states.device).int()
@@ -276,9 +278,9 @@ class NeoBertForMultipleChoice(NeoBertPreTrainedModel):
     ) -> tuple[torch.Tensor] | MultipleChoiceModelOutput:
         r"""
         input_ids (`torch.LongTensor` of shape `(batch_size, num_choices, sequence_length)`):
-            Tokens of the candidate texts; the other inputs have the same first two axes.
+            Indices of the tokens of the candidate texts. The other inputs have the same first two dimensions.
         labels (`torch.LongTensor` of shape `(batch_size,)`, *optional*):
-            Index of the right candidate.
+            Index of the correct candidate.
         """
         num_choices = (input_ids if input_ids is not None else inputs_embeds).shape[1]
         input_ids, attention_mask, position_ids, inputs_embeds = (
@@ -317,7 +319,8 @@ class NeoBertForQuestionAnswering(GenericForQuestionAnswering, NeoBertPreTrained
     ) -> tuple[torch.Tensor] | QuestionAnsweringModelOutput:
         kwargs["return_dict"] = True
         outputs = super().forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        if attention_mask is not None:  # no answer is padding
+        # Exclude padding tokens from the answers
+        if attention_mask is not None:
             for name in ("start_logits", "end_logits"):
                 outputs[name] = outputs[name].masked_fill(attention_mask == 0, -8192.0)
         if start_positions is not None and end_positions is not None:

@@ -1,7 +1,7 @@
-"""Makes modular_neobert.py a part of the installed transformers, in this process only.
+"""Registration of modular_neobert.py in the installed transformers, for this process only.
 
-The library's own form: the module has a name inside of `transformers`, so that its relative imports
-work and the library takes its classes for its own.
+The module is imported under a name inside `transformers`, so that its relative imports work, and
+transformers treats its classes as native ones.
 """
 
 import importlib
@@ -26,18 +26,22 @@ HEADS = {
 }
 
 
-def load():
-    """The module of the native classes, registered as the library registers its own."""
+def load() -> types.ModuleType:
+    """Import the module of the native classes, and register them as transformers does."""
     name = f"{PACKAGE}.modular_neobert"
     if name in sys.modules:
         return sys.modules[name]
-    package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
+
+    package = types.ModuleType(PACKAGE)
+    sys.modules[PACKAGE] = package
     package.__path__ = [str(Path(__file__).parent)]
     module = importlib.import_module(name)
+
     for key, mapping in MAPPINGS.items():
         conversion_mapping.register_checkpoint_conversion_mapping(key, mapping)
-        # A mapping of the library, not a user's: it is not for other classes of this model_type.
+        # A mapping of a user would also apply to other classes with this model_type.
         conversion_mapping.USER_REGISTERED_MAPPINGS.discard(key)
+
     for public in module.__all__:
         setattr(sys.modules["transformers"], public, getattr(module, public))
     configuration_auto.CONFIG_MAPPING.register("neobert", module.NeoBertConfig, exist_ok=True)

@@ -1,6 +1,8 @@
-"""Speed of the native class beside this repository's model on padded batches; in turns within one run.
+"""Compare the speed of the native class and this repository's model on padded batches.
 
-PYTHONPATH=upstream/transformers python upstream/transformers/speed.py --output results/native
+The two models are timed alternately within one run.
+
+    PYTHONPATH=upstream/transformers python upstream/transformers/speed.py --output results/native
 """
 
 import argparse
@@ -16,21 +18,24 @@ from neobert.throughput.models import draw_lengths
 from neobert.throughput.timing import CLOCKS, between, in_turns, quartiles, ratio
 
 
-TEXTS = {"short": 32, "128": 8}  # sets of `neobert throughput`: lognormal lengths, and no padding
+# Number of texts by workload of `neobert throughput`: lognormal lengths, and no padding.
+TEXTS = {"short": 32, "128": 8}
 
 
-def padded(name):
+def padded_batch(name: str) -> dict[str, torch.Tensor]:
+    """Return a workload as random token ids and their attention mask, of shape (B, L)."""
     lengths = torch.tensor(draw_lengths(name, TEXTS[name]))
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return {"input_ids": torch.randint(1000, 30000, mask.shape) * mask, "attention_mask": mask}
 
 
 @torch.no_grad()
-def main():
+def main() -> None:
+    """Run the comparison and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="results/native", help="path of the result without its ending")
-    parser.add_argument("--layers", type=int, default=4, help="of the published width")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", default="results/native", help="Path of the result without its suffix.")
+    parser.add_argument("--layers", type=int, default=4, help="Number of layers of the published hidden size.")
+    parser.add_argument("--repeats", type=int, default=7, help="Number of timed passes.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -39,7 +44,7 @@ def main():
     theirs = library.NeoBertModel(library.NeoBertConfig(num_hidden_layers=options.layers)).eval()
     rows, data = [], []
     for name in TEXTS:
-        batch = padded(name)
+        batch = padded_batch(name)
         calls = {"native": lambda: theirs(**batch), "ours": lambda: ours(**batch)}  # noqa: B023
         in_turns(calls, 1)
         timings = in_turns(calls, options.repeats, clock=CLOCKS["processor"])

@@ -1,5 +1,7 @@
-"""The native class against this repository's model and the golden outputs of the authors' code:
-outputs, losses, gradients, pipelines, files, old configurations."""
+"""Compare the native class with this repository's model and golden outputs of the authors' code.
+
+Covers outputs, losses, gradients, pipelines, files, and old configurations.
+"""
 
 import json
 from pathlib import Path
@@ -31,14 +33,14 @@ def one_seed():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The bundled checkpoint, as `neobert convert` makes it."""
+    """Return the bundled checkpoint after `neobert convert`."""
     folder = tmp_path_factory.mktemp("converted") / "model"
     assert not convert([str(ROOT / "examples" / "checkpoint"), str(folder), "--dtype", "float32"])
     return folder
 
 
 def build(head, folder, **fields):
-    """This repository's model, with norms and biases that are not the initial ones, saved to `folder`."""
+    """Return this repository's model with random norms and biases, and save it to `folder`."""
     config = neobert.NeoBERTConfig(num_labels=3, classifier_dropout=0.0, **fields)
     ours = getattr(neobert, f"NeoBERT{head}")(config).eval()
     with torch.no_grad():
@@ -49,7 +51,7 @@ def build(head, folder, **fields):
 
 
 def read(head, folder):
-    """The native model of a folder that must lack nothing."""
+    """Return the native model of a folder, which must contain exactly its tensors."""
     theirs, info = getattr(NATIVE, f"NeoBert{head}").from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
@@ -58,7 +60,7 @@ def read(head, folder):
 
 
 def batch(head, vocabulary, padding_side="right"):
-    """Four texts of 12, 7, 5 and 1 tokens, with labels for the head."""
+    """Return four texts of 12, 7, 5 and 1 tokens, with labels for the head."""
     lengths = torch.tensor([12, 7, 5, 1])
     mask = (torch.arange(12) < lengths[:, None]).long()
     mask = mask.flip(1) if padding_side == "left" else mask
@@ -79,12 +81,12 @@ def batch(head, vocabulary, padding_side="right"):
 
 
 def real(output, mask):
-    """Of outputs per token those at real tokens: at padding nothing is promised."""
+    """Return the outputs without those at padding tokens, which are unspecified."""
     return output[mask.bool()] if output.shape[:2] == mask.shape else output
 
 
 def assert_equal(outputs, mask):
-    """Two models' outputs at real tokens, to 1e-5."""
+    """Check that the outputs of two models at non-padding tokens differ by at most 1e-5."""
     names = {"last_hidden_state", "logits", "start_logits", "end_logits", "loss"} & outputs[0].keys()
     for name in names:
         first, second = (real(output[name], mask) for output in outputs)
@@ -109,7 +111,7 @@ def test_outputs_and_gradients_are_equal(head, shape, padding_side, tmp_path):
         if loss is None:
             loss = real(output.last_hidden_state, inputs["attention_mask"]).square().mean()
         loss.backward()
-    # The gradients of the native weights in the published names, by the library's own conversion.
+    # Convert the gradients of the native weights to the published names and layouts.
     gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
     gradients = revert_weight_conversion(theirs, gradients)
     for name, weight in ours.named_parameters():
@@ -161,7 +163,7 @@ def test_files_are_the_same_bit_for_bit_there_and_back(head, tmp_path):
     ours = build(head, tmp_path / "ours", **SHAPES["narrow"])
     read(head, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     assert_same_weights(tmp_path / "ours", tmp_path / "theirs")
-    # What the library wrote, this repository reads.
+    # This repository reads the file that transformers wrote.
     again = type(ours).from_pretrained(tmp_path / "theirs").state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in ours.state_dict().items())
 
@@ -187,7 +189,7 @@ def test_the_backbone_of_another_head(saved, loaded, tmp_path):
     ids=["mean pooling", "RoPE base", "YaRN", "linear"],
 )
 def test_old_configurations(fields, tmp_path):
-    """As the authors' code and transformers 4 write them."""
+    """Configurations of the authors' code and of transformers 4 are read."""
     head = "ForSequenceClassification"
     ours = build(head, tmp_path, **SHAPES["narrow"], **fields, max_length=256)
     names = (*NARROW, "vocab_size", "num_labels", "id2label", "label2id", "classifier_dropout")
@@ -213,7 +215,7 @@ def test_an_ablation_is_refused():
 
 
 def leaves(result):
-    """What a pipeline returned, as a flat list."""
+    """Return the result of a pipeline as a flat list."""
     if isinstance(result, dict):
         result = list(result.values())
     return [leaf for part in result for leaf in leaves(part)] if isinstance(result, list) else [result]
@@ -241,7 +243,7 @@ def test_pipelines(task, head, more, tmp_path):
 
 
 def test_both_load_in_one_process(tmp_path):
-    """The conversion is for the library's classes; this repository's read their own names."""
+    """The conversion does not apply to this repository's classes."""
     ours = build("ForMaskedLM", tmp_path, **SHAPES["narrow"])
     again = neobert.NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters()))

@@ -1,4 +1,4 @@
-"""The library's common tests; goes to tests/models/neobert/ of the library."""
+"""Common model tests of transformers for NeoBERT, for tests/models/neobert/ of transformers."""
 
 import unittest
 
@@ -21,9 +21,15 @@ from ...test_pipeline_mixin import PipelineTesterMixin
 class NeoBertModelTester:
     def __init__(self, parent):
         self.parent = parent
-        self.batch_size, self.seq_length, self.num_choices, self.is_training = 5, 7, 4, True
-        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = 32, 2, 4
-        self.vocab_size, self.num_labels = 99, 3
+        self.batch_size = 5
+        self.seq_length = 7
+        self.num_choices = 4
+        self.is_training = True
+        self.hidden_size = 32
+        self.num_hidden_layers = 2
+        self.num_attention_heads = 4
+        self.vocab_size = 99
+        self.num_labels = 3
 
     def get_config(self):
         return NeoBertConfig(
