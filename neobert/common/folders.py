@@ -68,9 +68,6 @@ def check_disjoint(output: str | Path, *inputs: str | Path) -> None:
             )
 
 
-apart = check_disjoint
-
-
 @contextlib.contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yield an empty directory that is renamed to `output` at the end of the block.

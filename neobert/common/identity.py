@@ -62,9 +62,6 @@ def model_fingerprint(model: str | Path) -> str:
     return digest if Path(model).is_dir() else f"{model}@{digest}"
 
 
-known_by = model_fingerprint
-
-
 def files_digest(paths: Iterable[str | Path]) -> str:
     """Return twelve hex digits of the SHA-256 over files, in the order of their names."""
     return sha256(*sorted(map(Path, paths)))[:12]

@@ -154,9 +154,6 @@ def check_exists(name: str | Path) -> None:
         )
 
 
-check_there = check_exists
-
-
 def check_model(name: str | Path) -> None:
     """Check that a name is a directory with the configuration of a model, or a name on the Hub.
 

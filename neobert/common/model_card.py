@@ -62,10 +62,6 @@ def base_model_metadata(
     return {"base_model": name, "base_model_relation": relation} if name else {}
 
 
-licence = license_metadata
-base_model = base_model_metadata
-
-
 def front_matter(**fields: Any) -> str:
     """Return the metadata block at the top of README.md. The fields are texts or lists of texts."""
     from huggingface_hub import ModelCardData

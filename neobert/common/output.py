@@ -14,7 +14,6 @@ the run has finished. Files of others are never replaced or removed.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -31,16 +30,6 @@ from .folders import LOCK, check_folder, flush, locked
 RUN = "run.json"
 RESULT = "result.json"
 _FINAL = ".final.tmp"
-
-
-def run_settings(*options: Any) -> dict[str, Any]:
-    """Return the fields of dataclasses that identify a run, all without `free` in the metadata."""
-    values: dict[str, Any] = {}
-    for group in options:
-        names = {f.name for f in dataclasses.fields(group) if f.init and not f.metadata.get("free")}
-        fields = dataclasses.asdict(group)
-        values.update({name: value for name, value in fields.items() if name in names})
-    return values
 
 
 def differences(previous: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

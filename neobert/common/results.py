@@ -8,18 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .environment import environment as environment  # noqa: F811
-from .environment import environment_line, processor_units  # noqa: F401
-from .environment import shorten_path as shown  # noqa: F401
+from .environment import environment_line
 from .errors import UserError
 from .files import json_text, read_json, write_text
-from .tables import markdown_table  # noqa: F401
 
 
 def write_result(
     output: str | Path,
     title: str,
-    environment: Mapping[str, Any],  # noqa: F811
+    environment: Mapping[str, Any],
     data: Mapping[str, Any],
     text: str,
 ) -> str:

@@ -92,10 +92,12 @@ class Manifest:
         return cls(**values)
 
     def to_json(self) -> str:
+        """Return the manifest as the text of a JSON file."""
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False, indent=1)
 
     @property
     def arrow_schema(self) -> pyarrow.Schema:
+        """Schema of the embedding files."""
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(self.schema)))
 
     def check_settings(self, settings: Mapping[str, Any], path: str) -> None:

@@ -314,9 +314,6 @@ def training_time(trainer: Trainer) -> dict[str, float]:
     return {"seconds": 0.0, "cpu_seconds": 0.0}
 
 
-spent = training_time
-
-
 class _NothingLeft(Exception):
     """Raised if the checkpoint is that of the last step; Trainer would train one more step."""
 

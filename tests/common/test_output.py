@@ -5,29 +5,16 @@ the result as the last file. test_contract.py tests whole commands.
 """
 
 import json
-from dataclasses import dataclass, field
 
 import pytest
 
 from neobert.common.errors import UserError
 from neobert.common.files import read_json
-from neobert.common.output import Output, differences, run_settings
-
-
-@dataclass
-class Options:
-    """Options of a command."""
-
-    rate: float = 0.1
-    output: str = field(default="x", metadata={"free": True})
+from neobert.common.output import Output, differences
 
 
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def test_a_run_is_known_by_all_options_that_are_not_free():
-    assert run_settings(Options(0.2, "elsewhere")) == {"rate": 0.2}
 
 
 def test_differences_are_told_with_both_values():

@@ -1,0 +1,86 @@
+"""Tests that every command names unknown options, and answers `--help` without its dependencies."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neobert import cli
+
+
+# The words of a command; export has a target first.
+WORDS = {
+    command: [command, "gguf"] if command == "export" else [command] for command in cli.COMMANDS
+}
+# The other commands write no files.
+WRITING = [command for command in cli.COMMANDS if command not in ("retrieval", "serve")]
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_an_unknown_option_is_named_before_any_work(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*WORDS[command], "--outptu", "x"]) == 2
+    message = f"neobert {command}: unknown option '--outptu'. Did you mean --output?\n"
+    assert capsys.readouterr().err == message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "hint"),
+    [
+        ("glue", "--lr", "Did you mean --learning-rate?"),
+        ("glue", "--batch_siz", "Did you mean --batch-size?"),
+        ("contrastive", "--epochs", "Did you mean --num-train-epochs?"),
+        ("contrastive", "--train-file", "Did you mean --pairs?"),
+        ("distill", "--batch-size", "Did you mean --per-device-train-batch-size?"),
+        ("distill", "--resume", "Run the same command again to resume an interrupted run."),
+        ("pretrain", "--validation-file", "Did you mean --validation?"),
+        ("pretrain", "--tokens-per-batch", "Did you mean --micro-batch-tokens?"),
+        ("pretrain", "--texts-per-step", "Did you mean --global-batch-size?"),
+        ("pretrain", "--heldout", "Did you mean --validation?"),
+        ("pretrain", "--measure", "Did you mean --evaluate-only?"),
+        ("encode", "--output_dir", "Did you mean --output?"),
+    ],
+)
+def test_names_of_other_libraries_and_earlier_versions(command, option, hint, capsys):
+    assert cli.main([command, option, "1"]) == 2
+    assert hint in capsys.readouterr().err
+
+
+HELP = """
+import sys
+
+blocked = {
+    "torch", "transformers", "numpy", "datasets", "accelerate", "sentence_transformers", "mteb",
+    "sklearn", "pyarrow", "fastapi",
+}
+
+
+class Blocked:
+    def find_spec(name, *_):
+        if name.partition(".")[0] in blocked:
+            raise ImportError(name)
+
+
+sys.meta_path.insert(0, Blocked)
+from neobert.cli import COMMANDS, main
+
+targets = [["export", target] for target in ("gguf", "onnx", "openvino")]
+for words in [[], *([command] for command in COMMANDS), *targets]:
+    assert main([*words, "--help"]) == 0, words
+"""
+
+
+def test_help_needs_no_dependency():
+    """The import of torch and transformers would take seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    for command in cli.COMMANDS:
+        assert f"\nusage: neobert {command} " in run.stdout, command
+    # One example for each command and each target of export, and one for neobert itself.
+    assert run.stdout.lower().count("\nexample:\n") == len(cli.COMMANDS) + 4
