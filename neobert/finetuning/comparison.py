@@ -1,12 +1,13 @@
 """Baselines of a run on the same rows, and what fine-tuning is worth beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder
 from .baselines import (
     MAX_TRAIN_ROWS,
@@ -100,6 +101,23 @@ def compare(metric: str, own: Result, others: Sequence[Result]) -> dict[str, Any
         "is_better": difference > 0,
         "statement": statement,
     }
+
+
+def metrics_table(result: Mapping[str, Any]) -> str:
+    """Return the metrics of a model and of its baselines as a table.
+
+    Args:
+        result: Content of metrics.json.
+    """
+    names = list(result["fine_tuned"]["metrics"])
+    rows = []
+    for entry in (result["fine_tuned"], *result["baselines"]):
+        cells = [entry["name"]]
+        for name in names:
+            metric = entry["metrics"][name]
+            cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
+        rows.append(cells)
+    return markdown_table(["model", *(name.replace("_", " ") for name in names)], rows)
 
 
 class Baselines:

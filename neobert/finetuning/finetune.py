@@ -37,14 +37,13 @@ from ..common.loading import check_model, check_vocabulary, load_tokenizer, text
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import pooling_mode
-from ..common.tables import markdown_table
 from ..training.checkpoints import training_time
 from ..training.lora import trainable_parameters
 from ..training.optimization import default_learning_rate
 from ..training.options import number_options, training_arguments
 from ..training.run import run_environment, run_once
 from .calibration import calibrate
-from .comparison import Baselines, Result, compare, measure
+from .comparison import Baselines, Result, compare, measure, metrics_table
 from .evaluation import (
     Part,
     calibration_inputs,
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_options(options)
     result = finetune(options)
     if is_main:
-        print(result_table(result))
+        print(metrics_table(result))
         logger.info(result["comparison"]["statement"])
         if result["warning"]:
             logger.warning("Warning: %s", result["warning"])
@@ -406,19 +405,6 @@ def task_record(task: TextTask, max_length: int, temperature: float) -> dict[str
         "temperature": temperature,
         "version": __version__,
     }
-
-
-def result_table(result: dict[str, Any]) -> str:
-    """Return the metrics of the model and of its baselines as a table."""
-    names = list(result["fine_tuned"]["metrics"])
-    rows = []
-    for entry in (result["fine_tuned"], *result["baselines"]):
-        cells = [entry["name"]]
-        for name in names:
-            metric = entry["metrics"][name]
-            cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
-        rows.append(cells)
-    return markdown_table(["model", *(name.replace("_", " ") for name in names)], rows)
 
 
 def _label_scaling(labels: Sequence[float]) -> tuple[float, float]:

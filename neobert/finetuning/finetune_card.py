@@ -10,6 +10,7 @@ from ..common.errors import printable
 from ..common.files import write_text
 from ..common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from ..common.tables import markdown_table
+from .comparison import metrics_table
 from .finetune_options import FinetuneOptions
 from .rows import CLASSIFICATION, REGRESSION, TOKENS, TextTask
 
@@ -62,7 +63,7 @@ For files of any size, with calibrated probabilities: `neobert predict INPUT OUT
 Data: `{printable(result["data"])}`, {rows["train"]:,} training, {rows["validation"]:,} validation and {rows["test"]:,} test rows.
 The values are those of the test rows, ± standard error over rows. All baselines were fitted on the same training rows.
 
-{_metrics_table(result)}
+{metrics_table(result)}
 {result["comparison"]["statement"]}
 
 {warning}{_labels_section(task, result)}{_calibration_section(result)}## Training
@@ -93,18 +94,6 @@ def _usage(name: str, task: TextTask) -> str:
         f'model = pipeline("{pipeline}", {json.dumps(name)}, trust_remote_code=True{more})\n'
         f"print(model({text}))"
     )
-
-
-def _metrics_table(result: Mapping[str, Any]) -> str:
-    names = list(result["fine_tuned"]["metrics"])
-    rows = []
-    for entry in (result["fine_tuned"], *result["baselines"]):
-        cells = [entry["name"]]
-        for name in names:
-            metric = entry["metrics"][name]
-            cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
-        rows.append(cells)
-    return markdown_table(["model", *map(_spaced, names)], rows)
 
 
 def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
