@@ -100,7 +100,7 @@ def evaluate(run: PretrainingRun) -> dict[str, float]:
     """
     setup = Setup.from_run(run)
     trainer = setup.make_trainer(train_dataset=None)
-    setup.model.to(trainer.args.device)
+    setup.model.to(trainer.args.device)  # type: ignore[arg-type]
     metrics = trainer.validation_metrics() | trainer.evaluate_start()
     _remove_start(run)
     return metrics
@@ -237,7 +237,7 @@ def evaluate_start(
     cuda_devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(cuda_devices):
         model = make_model(fields, start, tokenizer, run.training.seed)
-    model.to(trainer.args.device)
+    model.to(trainer.args.device)  # type: ignore[arg-type]
 
     characters = token_characters(tokenizer)
     metrics = {}

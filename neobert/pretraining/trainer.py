@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import (
+    PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -24,9 +25,10 @@ from transformers import (
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
 from ..configuration_neobert import NeoBERTConfig
+from ..modeling_neobert import NeoBERTForMaskedLM
 from ..training import optimization
 from ..training.checkpoints import RunTrainer, checkpoint_folder
-from .batches import batch_counts
+from .batches import MicroBatches, batch_counts
 from .streaming import STATE, StreamedBatches, WorkerState
 from .validation import evaluate_batches, masked_correct, metric_name, token_characters
 
@@ -108,6 +110,12 @@ class PretrainingTrainer(RunTrainer, Trainer):
         last_time: Time of the last log record or evaluation, from `time.perf_counter`.
     """
 
+    # Narrower types than those of Trainer.
+    model: NeoBERTForMaskedLM
+    processing_class: PreTrainedTokenizerBase
+    train_dataset: MicroBatches | StreamedBatches | None
+    eval_dataset: dict[str, MicroBatches] | None
+
     def __init__(self, peak_tflops: float | None = None, **kwargs: Any) -> None:
         # The DataLoader returns lists of one item.
         super().__init__(data_collator=operator.itemgetter(0), **kwargs)
@@ -148,8 +156,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
                 self._stream[state["worker"]] = state
         return samples, count
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset)
 
     # ------------------------------------------------------------------------------------------
     # optimization
@@ -162,16 +171,20 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
         """Create the learning rate schedule with the paper's warmup."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = optimization.make_schedule(
+        scheduler: Any = self.lr_scheduler
+        if scheduler is None:
+            used_optimizer: Any = optimizer or self.optimizer
+            kwargs: Any = self.args.lr_scheduler_kwargs
+            scheduler = optimization.make_schedule(
                 self.args.lr_scheduler_type,
-                optimizer or self.optimizer,
+                used_optimizer,
                 self.args.get_warmup_steps(num_training_steps),
                 num_training_steps,
-                self.args.lr_scheduler_kwargs,
+                kwargs,
             )
+            self.lr_scheduler = scheduler
             self._created_lr_scheduler = True
-        return self.lr_scheduler
+        return scheduler
 
     # ------------------------------------------------------------------------------------------
     # metrics
@@ -188,8 +201,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        self._counts.update(batch_counts(inputs))
-        self._counts.update(correct=masked_correct(outputs.logits, labels)[0])
+        counts: dict[str, Any] = {**batch_counts(inputs)}
+        counts["correct"] = masked_correct(outputs.logits, labels)[0]
+        self._counts.update(counts)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -211,7 +225,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self.state.num_input_tokens_seen = tokens_seen
         if isinstance(self.train_dataset, StreamedBatches):
             self.state.epoch = counts["epochs"]
-        else:
+        elif self.train_dataset is not None:
             self.state.epoch = tokens_seen / self.train_dataset.tokens
 
         metrics = {
@@ -303,9 +317,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     def validation_metrics(self) -> dict[str, float]:
         """Return the metrics of all validation sets, {`metric_name`: value}."""
-        model = self.model_wrapped if self.is_fsdp_enabled else self.model
+        model: Any = self.model_wrapped if self.is_fsdp_enabled else self.model
         characters = token_characters(self.processing_class)
-        metrics = {}
+        metrics: dict[str, float] = {}
         for name, batches in (self.eval_dataset or {}).items():
             values = evaluate_batches(model, batches, characters, self.accelerator)
             for metric, value in values.items():
