@@ -24,7 +24,7 @@ from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder
 from ..common.output import differences
-from .sources import Source, load_rows, shares_of, source_key
+from .sources import Source, load_rows, source_key
 
 
 # Number of rows that are tokenized together.
@@ -155,18 +155,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[
 
 # ------------------------------------------------------------------------------------------------
 # identity
-
-
-def source_digest(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a line that identifies tokenized sources.
-
-    The line contains the names without directories, and a digest of the content of the files,
-    subsets, splits, columns, the tokenizer and the sampling weights.
-    """
-    key = _dataset_key(sources, tokenizer)
-    shares = [f"{share:.6g}" for share in shares_of(sources)]
-    digest = hashlib.sha1(json.dumps([key, shares], sort_keys=True).encode()).hexdigest()[:12]
-    return f"{key['dataset']} ({digest})"
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
