@@ -5,21 +5,36 @@ The windows of a batch are a function of the seed and k.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from ..common.errors import UserError
 from .options import BatchOptions
-
-
-if TYPE_CHECKING:
-    from .batches import TokenWindows
+from .prepared import TokenizedTexts
 
 
 # Minimum number of samples of the rarest weighted source per epoch, so that rounding changes its
 # fraction by at most 0.5 %.
 MIN_SAMPLES = 100
+
+
+class Windows(Protocol):
+    """Windows over texts, as `batches.TokenWindows` implements them."""
+
+    texts: TokenizedTexts
+
+    def source_ends(self) -> np.ndarray:
+        """Return the number of windows up to the end of each weighted source, (sources,)."""
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of each window, (N,)."""
+
+    def of_texts_from(self, min_tokens: int) -> np.ndarray:
+        """Return the ids of the windows whose texts have at least `min_tokens` tokens."""
+
+    def read(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of windows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Plan:
 
     def __init__(
         self,
-        windows: "TokenWindows",
+        windows: Windows,
         spec: BatchOptions,
         seed: int,
         number: int,
