@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from .baselines import METRICS
-from .rows import MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
+from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
 from .tagging import find_entities, missing_logits, tag_counts, token_positions
 
 
@@ -198,6 +198,17 @@ def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[st
         f1 = 2 * correct / (guessed + true)
         rows.append(_table_row(label, precision, recall, f1, true))
     return rows
+
+
+def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) -> float | None:
+    """Return the mean distance of labels and predictions, None if the labels are no numbers."""
+    try:
+        values = np.array([float(name) for name in task.labels])
+    except ValueError:
+        return None
+    if task.name != CLASSIFICATION:
+        return None
+    return float(np.abs(values[np.asarray(labels)] - values[predicted]).mean())
 
 
 def confusion(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:

@@ -110,6 +110,8 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
         for row in result["label_table"]
     ]
     text = markdown_table(["label", "precision", "recall", "F1", count], rows) + "\n"
+    if result["mean_distance"] is not None:
+        text += f"Mean distance of label and prediction: {result['mean_distance']:.3f}.\n\n"
     if task.name != CLASSIFICATION:
         return f"{text}![F1 of the labels](label_f1.png)\n\n"
 

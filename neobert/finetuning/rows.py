@@ -155,9 +155,12 @@ def find_columns(
         missing = [column for column in columns if column not in first]
         if missing or not columns:
             wanted = repr(missing[0]) if missing else " or ".join(usual)
-            raise UserError(
-                f"{source} has no column {wanted}; it has {listed(first)}. Pass --{name}-column."
-            )
+            remedy = f"Pass --{name}-column."
+            if len(first) == 1 and ";" in next(iter(first)):
+                remedy = (
+                    "Separate the columns by commas, or by tabs in a .tsv file, instead of ';'."
+                )
+            raise UserError(f"{source} has no column {wanted}; it has {listed(first)}. {remedy}")
         return tuple(columns)
 
     texts = choose(text_columns, _TEXT_COLUMNS, "text")

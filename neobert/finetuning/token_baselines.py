@@ -18,7 +18,7 @@ Tags = list[list[str]]
 # A linear model on features of words is fitted on this many words at most.
 MAX_TRAIN_WORDS = 40_000
 _MAX_EMBEDDED_WORDS = 20_000
-_NUM_FEATURES = 2**18
+_NUM_FEATURES = 2**16
 
 
 def fit_token_baselines(
@@ -149,7 +149,7 @@ def _word_states(
 
 
 def _fit(features: np.ndarray, labels: Sequence[str]) -> LogisticRegression:
-    return LogisticRegression(C=1.0, max_iter=300).fit(features, labels)
+    return LogisticRegression(C=1.0, max_iter=200).fit(features, labels)
 
 
 def _words(examples: Examples) -> list[list[str]]:

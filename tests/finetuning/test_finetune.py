@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from neobert.cli import main
 from neobert.common.errors import UserError
-from neobert.finetuning import comparison
+from neobert.finetuning import comparison, evaluation
 from neobert.finetuning.comparison import Result, compare
 from neobert.finetuning.rows import TextTask
 
@@ -199,6 +199,13 @@ def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_
     # Both are measured on the same rows: the paired difference has a smaller error.
     mean = np.array(own) - other
     assert found["standard_error"] == pytest.approx(mean.std() / 10, rel=0.25, abs=0.004)
+
+
+def test_ratings_have_a_mean_distance():
+    task = TextTask("classification", ("text",), ("stars",), ("1", "2", "5"))
+    assert evaluation.mean_distance(task, [0, 1, 2], np.array([0, 2, 0])) == (0 + 3 + 4) / 3
+    words = TextTask("classification", ("text",), ("stars",), ("bad", "good"))
+    assert evaluation.mean_distance(words, [0], np.array([1])) is None
 
 
 def test_a_metric_of_another_task_is_refused(tmp_path):

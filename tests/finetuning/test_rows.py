@@ -125,6 +125,7 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
     ("rows", "options", "message"),
     [
         ([{"x": 1}], {}, "has no column text or sentence or tokens; it has x. Pass --text-column."),
+        ([{"text;label": "a;x"}], {}, "by commas instead of ';', or by tabs"),
         ([{"text": "a", "y": 1}], {"label_column": ["z"]}, "has no column 'z'; it has text, y."),
         ([{"text": "a", "label": "x"}] * 30, {}, "must have at least two labels, got x"),
         ([{"text": 3, "label": "x"}], {}, "row 1: a text must be a string, got 3"),
