@@ -157,9 +157,7 @@ def find_columns(
             wanted = repr(missing[0]) if missing else " or ".join(usual)
             remedy = f"Pass --{name}-column."
             if len(first) == 1 and ";" in next(iter(first)):
-                remedy = (
-                    "Separate the columns by commas, or by tabs in a .tsv file, instead of ';'."
-                )
+                remedy = "Separate the columns by commas instead of ';', or by tabs in a .tsv file."
             raise UserError(f"{source} has no column {wanted}; it has {listed(first)}. {remedy}")
         return tuple(columns)
 
