@@ -41,7 +41,8 @@ SENTIMENT_SETS = {
     "nyt": "nytEditorialSnippets_GroundTruth.txt",
     "tweets": "tweets_GroundTruth.txt",
 }
-HELD_OUT_PERCENT = 2.0  # of the rows of a source, for training and for the local tasks alike
+# Percentage of the rows of a source held out from training, for the local tasks.
+HELD_OUT_PERCENT = 2.0
 _PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 

@@ -61,19 +61,19 @@ ASKED = (
 def headed(text):
     """Headings of HTML, DocBook or Mallard and what follows each; a short heading behind that of
     the page."""
-    (topic, *_) = map(told, re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""])
+    (topic, *_) = map(normalized, re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""])
     skipped = r"(?is)<(script|style|pre|nav|head|\w*info|screen|shortcut|programlisting)\b.*?</\1>"
     parts = re.split(
         r"(?is)<(h[1-6]|title|question|dt|term)\b[^>]*>(.*?)</\1\s*>",
         re.sub(skipped + r"|<!--.*?-->|<!DOCTYPE.*?\]>", " ", text),
     )
-    for title, rest in zip(map(told, parts[2::3]), map(told, parts[3::3])):
+    for title, rest in zip(map(normalized, parts[2::3]), map(normalized, parts[3::3])):
         if not NO_HEADING.match(title):
             yield title if len(title.split()) > 2 else f"{topic[:60]}: {title}", rest
 
 
-def told(text):
-    """HTML without tags, entities and the number of a heading."""
+def normalized(text: str) -> str:
+    """Return HTML without tags, entities and the number of a heading."""
     text = re.sub(r"&([\w-]+);", r"\1", plain(text))
     return re.sub(r"^\s*((Chapter |Appendix )?[A-Z]?[\d.]+\.?\s+)?", "", text)
 

@@ -27,6 +27,7 @@ import subprocess
 import zlib
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,28 +65,33 @@ def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower().removeprefix("python-")
 
 
-def permissive(told):
-    """The licenses of an SPDX expression, or of a list of names, joined by " / "; "" unless each is
-    permissive."""
-    parts = re.split(r" AND | OR |[()]", told) if isinstance(told, str) else told or []
+def permissive(expression: str | list[str] | None) -> str:
+    """Return the licenses joined by " / ", or "" unless all of them are permissive.
+
+    Args:
+        expression: SPDX expression, or list of names.
+    """
+    parts = expression or []
+    if isinstance(parts, str):
+        parts = re.split(r" AND | OR |[()]", parts)
     parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
     known = all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
     return " / ".join(parts) if known else ""
 
 
-def license(metadata):
-    """The permissive license that a Python package states; "" for another or none."""
+def license(metadata: Any) -> str:
+    """Return the permissive license of a Python package, "" for other licenses or none."""
     classifiers = [
         line.rpartition(" :: ")[2]
         for line in metadata.get_all("Classifier") or ()
         if line.startswith("License ::")
     ]
-    told = metadata.get("License-Expression") or classifiers or [metadata.get("License") or ""]
-    return permissive(told)
+    names = classifiers or [metadata.get("License") or ""]
+    return permissive(metadata.get("License-Expression") or names)
 
 
 class NearDuplicates:
-    """Tells whether a text is nearly one that it was asked about before: MinHash of five-word
+    """Detects texts that are nearly identical to an earlier text: MinHash of five-word
     shingles, by bands (Broder 1997).
 
     Two texts with Jaccard similarity s share one of 16 bands of 4 with probability 1 - (1 -
@@ -126,12 +132,12 @@ def wheel_rows(folder):
         if not stated:
             print(f"{distribution.name}: left out (license)")
             continue
-        told = distribution.metadata.json
-        readme = plain_readme(told.get("description") or "")
+        metadata = distribution.metadata.json
+        readme = plain_readme(metadata.get("description") or "")
         docstrings, code = python_rows(distribution)
         yield "docstring", stated, docstrings
         yield "code", stated, code
-        yield "readme", stated, [Row(distribution.name, told.get("summary") or "", readme)]
+        yield "readme", stated, [Row(distribution.name, metadata.get("summary") or "", readme)]
 
 
 def description_rows(folder):

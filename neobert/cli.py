@@ -168,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded("neobert", lambda: print(usage()))
     if argv[0] in ("-V", "--version"):
         return guarded("neobert", lambda: print(f"neobert {__version__}"))
+
     command, *arguments = argv
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1)

@@ -33,6 +33,7 @@ def guarded(name: str, run: Callable[[], int | None]) -> int:
         143 after SIGTERM.
     """
     setup_logging()
+
     try:
         code = run() or 0
         # A closed pipe is noticed here, and not when the interpreter exits.

@@ -252,6 +252,7 @@ class OptionParser(Generic[OptionsT]):
             exit_on_error=False,
             argument_default=argparse.SUPPRESS,
         )
+
         groups = list(_groups(self.options).values())
         for index, group in enumerate(groups):
             section = parser.add_argument_group(group.title)
@@ -415,12 +416,14 @@ def convert(
     for name, value in section.items():
         if name not in hints:
             raise UserError(f"unknown key {name!r}{where}.{suggestion(name, hints, known=known)}")
+
         hint = hints[name]
         kinds = _types(hint)
         if types.NoneType in kinds and value in ("null", "None"):
             value = None
         if kinds <= {list, types.NoneType} and isinstance(value, (str, int, float)):
             value = [value]
+
         try:
             values[name] = msgspec.convert(value, hint, strict=False)
         except msgspec.ValidationError:

@@ -1,1 +1,1 @@
-"""`neobert throughput`: real tokens a second of NeoBERT and other encoders on this machine."""
+"""`neobert throughput`: tokens per second of NeoBERT and other encoders on this machine."""

@@ -241,12 +241,14 @@ def row_table(rows: Sequence[Row]) -> str:
         "Fraction of matrix product",
         "Peak memory (MiB)",
     ]
+
     lines: list[list[object]] = []
     for row in rows:
         name = [row["set"], row["model"], row["implementation"]]
         if row.get("error"):
             lines.append([*name, "", "", "", "", row["error"], "", ""])
             continue
+
         peak = row["peak_memory_mib"]
         lines.append(
             [

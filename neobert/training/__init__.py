@@ -1,1 +1,1 @@
-"""What the trainers of pre-training, fine-tuning and embeddings share (docs/development.md)."""
+"""Code that the trainers share: the life of a run, checkpoints, Trainer options and LoRA."""

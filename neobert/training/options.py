@@ -98,8 +98,8 @@ def training_arguments(
 ) -> Any:
     """Return the TrainingArguments of a command.
 
-    Without an accelerator, Trainer must be told to use the CPU; otherwise the processes of torchrun
-    would not find each other.
+    Without an accelerator `use_cpu` is set. Otherwise the processes of torchrun could not connect
+    to each other.
 
     Args:
         output_dir: Directory of the checkpoints.
