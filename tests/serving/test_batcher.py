@@ -46,7 +46,10 @@ def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
 
 
 def test_only_the_request_of_a_failing_text_fails(executor):
+    batches = []
+
     def function(texts):
+        batches.append(texts)
         if "bad" in texts:
             raise ValueError("bad text")
         return [text.upper() for text in texts]
@@ -61,6 +64,7 @@ def test_only_the_request_of_a_failing_text_fails(executor):
     (first, failing, last), batcher = asyncio.run(run())
     assert (first, last) == (["AA"], ["EE", "FF"])
     assert isinstance(failing, ValueError) and str(failing) == "bad text"
+    assert batches == [["aa", "bad"], ["aa"], ["bad"], ["ee", "ff"]], "the others are left out"
     assert (batcher.tokens, batcher.requests) == (0, 0)
 
 
