@@ -78,6 +78,7 @@ def convert_checkpoint(
         head=head,
         tokenizer=None if tokenizer is None else str(tokenizer),
     )
+
     folder = FolderOptions(
         dtype=dtype,
         sentence_transformers=sentence_transformers,

@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints of any ZeRO stage.
 
 The float32 master weights are assembled from the optimizer shards of all ranks. Shards of different
-steps or stages must not be combined: they are told apart by the counters in every file.
+steps or stages must not be combined: the counters in every file distinguish them.
 """
 
 import math
@@ -126,6 +126,7 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
                 f"{folder} was written with tensor parallelism ({path.name}), which is not "
                 "supported."
             )
+
         rank = int(match[1] or 0)
         if rank in files:
             raise UserError(

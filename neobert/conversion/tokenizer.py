@@ -121,6 +121,7 @@ def write_tokenizer(source: Path, target: Path, rows: int, max_length: int) -> N
         raise UserError(
             f"the tokenizer in {source} cannot be loaded: {one_line(error, 400)}."
         ) from error
+
     if not is_equal:
         raise UserError(
             "the tokenizer of the converted folder splits text differently than its source. The "

@@ -129,6 +129,7 @@ def _reload(folder: Path, auto_class: str, inputs: Path, outputs: Path, scratch:
         stdin=subprocess.DEVNULL,
         capture_output=True,
     )
+
     if process.returncode:
         lines = process.stderr.decode(errors="replace").strip().splitlines()
         reason = f"its process ended with {process.returncode}"

@@ -183,6 +183,7 @@ def load_torch_file(path: Path) -> Any:
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (StandIn, name) for name in _STAND_INS
     ]
+
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:

@@ -68,6 +68,7 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
         export.folder.mkdir()
         _write_common(folder, source)
         yield export
+
         write_json(folder / "config.json", _config(source, export.files))
         card = build_card(source, Path(output).name, target, export.files)
         write_text(folder / "README.md", card)

@@ -99,6 +99,7 @@ def _trace(graph: Graph) -> "onnx.ModelProto":
         UserError: If the exporter fails.
     """
     inputs, axes = example_inputs()
+
     try:
         with quiet():
             program = torch.onnx.export(

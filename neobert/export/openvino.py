@@ -119,8 +119,8 @@ def _compress(model: "openvino.Model") -> None:
         axis = 0 if has_columns else 1
         scales = np.maximum(np.abs(matrix).max(axis, keepdims=True), 1e-12) / 127
         steps = ops.constant(np.rint(matrix / scales).astype(np.int8), openvino.Type.i8)
-        factors = ops.constant(scales.astype(np.float32))
-        product = ops.multiply(ops.convert(steps, "f32"), factors)
+        values = ops.convert(steps, "f32")
+        product = ops.multiply(values, ops.constant(scales.astype(np.float32)))
         node.input(position).replace_source_output(product.output(0))
     model.validate_nodes_and_infer_types()
 

@@ -145,6 +145,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
             f"there is no {model_path}. Download a model of the Hub first: hf download USER/NAME "
             "--local-dir FOLDER."
         )
+
     with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch_name:
         scratch = Path(scratch_name)
         modules = _read_modules(model_path)
@@ -157,6 +158,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
                 )
             folder = scratch / "converted"
             convert_checkpoint(model_path, folder, head=options.head, tokenizer=options.tokenizer)
+
         yield _load_source(options, card or CardOptions(), folder, modules, scratch)
 
 

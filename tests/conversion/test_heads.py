@@ -4,6 +4,7 @@ Every head of the model is in the table, is recognized by its tensors, is conver
 """
 
 import json
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from neobert import NeoBERTConfig, NeoBERTForSequenceClassification
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
 from neobert.conversion import command
-from neobert.conversion.heads import HEAD_PREFIXES, HEADS, choose_head
+from neobert.conversion.heads import HEAD_PREFIXES, HEADS, HeadName, choose_head
 
 
 def test_the_table_has_every_head_of_the_model():
@@ -127,3 +128,7 @@ def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, with
     assert written.keys() == classifier.state_dict().keys()
     # The labels follow from the classifier's rows.
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5
+
+
+def test_the_values_of_the_option_are_the_rows_of_the_table():
+    assert get_args(HeadName) == tuple(HEADS)

@@ -61,8 +61,8 @@ def main() -> None:
         f"pass, quartiles over {options.repeats}; the last column is the median of neighboring passes.\n\n"
         + markdown_table(header, rows)
     )
-    made = environment(dtype="float32", attention="sdpa", capability=torch.backends.cpu.get_cpu_capability())
-    print(write_result(options.output, "The native class of transformers", made, {"rows": data}, text))
+    machine = environment(dtype="float32", attention="sdpa", capability=torch.backends.cpu.get_cpu_capability())
+    print(write_result(options.output, "The native class of transformers", machine, {"rows": data}, text))
 
 
 if __name__ == "__main__":

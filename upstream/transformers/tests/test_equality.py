@@ -132,7 +132,7 @@ def test_golden_outputs():
     expected = load_file(GOLDEN / "expected.safetensors")
     mask = expected["attention_mask"]
     logits = read("ForMaskedLM", GOLDEN)(expected["input_ids"], mask).logits
-    # The reference's own noise is about 1.5e-5.
+    # The noise of the reference is about 1.5e-5.
     assert torch.allclose(real(logits, mask), real(expected["logits"], mask), atol=5e-5, rtol=0)
 
 
