@@ -503,7 +503,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 f"{self.config.hidden_size}), with at least one token, got {tuple(tensor.shape)}."
             )
 
-        # A user's module in place of the embedding may have no weight.
+        # A user's module that replaces the embedding may have no weight.
         weight = getattr(self.encoder, "weight", None)
         if input_ids is not None and has_host_values(input_ids) and torch.is_tensor(weight):
             lowest = input_ids.min().item()

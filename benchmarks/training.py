@@ -1,17 +1,19 @@
-"""Masked-LM training steps (forward, backward, clipping, AdamW): packed with logits of the masked
-tokens, against padded with all logits.
+"""Measure masked-LM training steps (forward, backward, clipping, AdamW).
 
-    # CPU, short texts, both ways in turns
+The layouts are packed batches with logits of the masked tokens, and padded batches with all logits.
+
+    # CPU, short texts, both layouts in turns
     python -m benchmarks.training --output results/training_cpu
     # bf16 autocast against float32
     python -m benchmarks.training --sets 128 --dtypes float32 bfloat16
     python -m benchmarks.training --device cuda --hidden 768 --layers 28 \\
         --sets 1024 4096 --tokens 32768
 
-Both ways see the same texts with the same tokens masked, so their losses must agree. Each runs in a
-process of its own, which makes its peak memory its own; the ways take turns. The share is of the
-operations that a step needs (three times those of the forward: 6 a weight and token, 12 D a pair of
-visible tokens, the decoder for masked tokens only) over what a plain matrix product did beside it.
+Both layouts have the same texts with the same masked tokens, so their losses must agree. Each run
+is a process of its own, so that its peak memory is that of the run; the layouts take turns. The
+fraction of GEMM is the number of operations that a step needs (three times those of the forward: 6
+per weight and token, 12 D per pair of visible tokens, and the decoder for masked tokens only) per
+second, divided by the operations per second of a plain matrix product in the same run.
 """
 
 import functools
@@ -20,7 +22,7 @@ import statistics
 import sys
 from bisect import bisect_left
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
@@ -40,7 +42,8 @@ from .measuring import benchmark, in_a_process, mib
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logits"}
-MASK = 103  # [MASK] of the bundled tokenizer
+# Id of [MASK] in the bundled tokenizer.
+MASK = 103
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,20 @@ class TrainingOptions(OptionGroup):
             check_set(name)
 
 
-def draw_batch(name, tokens, seed):
-    """Lengths of as many texts of a set as hold about `tokens` real tokens; their ids with 20 % of
-    them masked, and labels."""
+def draw_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return the lengths of random texts, and their padded batch with 20 % of the tokens masked.
+
+    Args:
+        name: Workload, as in `neobert throughput`.
+        tokens: Number of non-padding tokens, which the last text may exceed.
+        seed: Random seed.
+    """
     lengths = draw_lengths(name, max(2, tokens), seed)
     lengths = lengths[: bisect_left(list(itertools.accumulate(lengths)), tokens) + 1]
+
     batch = make_batch(lengths, "cpu", seed)
-    chosen = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.rand(batch.input_ids.shape, generator=generator) < 0.2
     chosen &= batch.attention_mask.bool()
     return lengths, {
         "input_ids": torch.where(chosen, MASK, batch.input_ids),
@@ -92,21 +102,28 @@ def draw_batch(name, tokens, seed):
     }
 
 
-def measure(options, name, dtype, way):
-    """Trains, in a process of its own.
+def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[str, Any]:
+    """Train for some steps.
 
     Args:
-        options: `TrainingOptions`.
-        name, dtype, way: of `options.sets`, `options.dtypes` and `WAYS`.
+        options: Options of the script.
+        name: One of `options.sets`.
+        dtype: One of `options.dtypes`.
+        way: Layout, a key of `WAYS`.
+
     Returns:
-        dict: losses, seconds, real tokens and needed operations of each timed step, the matrix
-        product's rates, fill, bytes of the weights with their gradients and Adam's two moments (16
-        a parameter), and the peak beyond what there was before the model.
+        Losses of all steps; for each timed step its seconds, non-padding tokens, fraction of
+        non-padding tokens, required operations, and the operations per second of the matrix
+        product; the bytes of weights, gradients and Adam's moments (16 per parameter); and the
+        peak memory beyond that of the process before the model was built.
     """
     torch.set_num_threads(options.threads)
-    product, losses, timed_steps = MatrixProduct(options.device, getattr(torch, dtype)), [], []
+    product = MatrixProduct(options.device, getattr(torch, dtype))
+    losses: list[torch.Tensor] = []
+    timed_steps: list[dict[str, Any]] = []
     with PeakMemory(options.device) as memory:
-        torch.manual_seed(0)  # the same weights for every way
+        # All layouts start from the same weights.
+        torch.manual_seed(0)
         config = NeoBERTConfig(
             hidden_size=options.hidden,
             num_hidden_layers=options.layers,
@@ -118,7 +135,7 @@ def measure(options, name, dtype, way):
         model = NeoBERTForMaskedLM(config).to(options.device).train()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
 
-        def train(inputs):
+        def train(inputs: dict[str, torch.Tensor]) -> None:
             with torch.autocast(options.device, torch.bfloat16, enabled=dtype == "bfloat16"):
                 loss = model(**inputs).loss
             loss.backward()
@@ -131,6 +148,7 @@ def measure(options, name, dtype, way):
             lengths, inputs = draw_batch(name, options.tokens, step)
             inputs = {key: value.to(options.device) for key, value in inputs.items()}
             seconds, rate = timed(functools.partial(train, inputs), product)
+
             predicted = int((inputs["labels"] != -100).sum())
             timed_steps.append(
                 {
@@ -141,7 +159,8 @@ def measure(options, name, dtype, way):
                     "operations": 3 * forward_operations(model, lengths, predicted),
                 }
             )
-    # The first step allocates and warms up.
+
+    # The first step is not timed: it allocates memory and warms up.
     kept = {key: [step[key] for step in timed_steps[1:]] for key in timed_steps[0]}
     return {
         **kept,
@@ -151,28 +170,33 @@ def measure(options, name, dtype, way):
     }
 
 
-def forward_operations(model, lengths, predicted):
-    """Floating-point operations that a forward needs: those of the encoder, and the decoder for
+def forward_operations(model: NeoBERTForMaskedLM, lengths: list[int], predicted: int) -> int:
+    """Return the floating-point operations of a forward: the encoder, and the decoder for the
     predicted tokens."""
     return flops(model.model, lengths) + 2 * model.decoder.weight.numel() * predicted
 
 
-def summary(case, runs):
-    """The figures of one way over its runs; `case` is (set, dtype, way)."""
-    joined = {
-        key: [value for run in runs for value in run[key]]
-        for key in ("seconds", "tokens", "operations", "rates")
-    }
+def summarize(case: tuple[str, str, str], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one case, (set, dtype, way), over its runs."""
+    joined = {}
+    for key in ("seconds", "tokens", "operations", "rates"):
+        joined[key] = list(itertools.chain.from_iterable(run[key] for run in runs))
     speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
-    shares = [
-        needed / second / rate
-        for needed, second, rate in zip(joined["operations"], joined["seconds"], joined["rates"])
+    fractions = [
+        operations / second / rate
+        for operations, second, rate in zip(
+            joined["operations"], joined["seconds"], joined["rates"]
+        )
     ]
+
+    name, dtype, way = case
     return {
-        **dict(zip(("name", "dtype", "way"), case)),
+        "name": name,
+        "dtype": dtype,
+        "way": way,
         "tokens_per_second": statistics.median(speeds),
         "quartiles": quartiles(speeds),
-        "share_of_gemm": statistics.median(shares),
+        "share_of_gemm": statistics.median(fractions),
         "fill": statistics.mean(runs[0]["fills"]),
         "state_bytes": runs[0]["state_bytes"],
         "peak_bytes": max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
@@ -181,39 +205,69 @@ def summary(case, runs):
     }
 
 
-def table(rows):
-    """Markdown: every way, and how much faster it is than the last way of its set in the first
-    dtype."""
-    lines, first = [], rows[0]["dtype"]
+def results_table(rows: list[dict[str, Any]]) -> str:
+    """Return a markdown table with one row per case.
+
+    The speedup is relative to the last layout of the same set in the first dtype.
+    """
+    lines = []
     for row in rows:
-        base = [other for other in rows if (other["name"], other["dtype"]) == (row["name"], first)]
-        faster = ratio(base[-1]["seconds"], row["seconds"])
+        same_set = [
+            other
+            for other in rows
+            if (other["name"], other["dtype"]) == (row["name"], rows[0]["dtype"])
+        ]
+        speedup = ratio(same_set[-1]["seconds"], row["seconds"])
         peak = row["peak_bytes"]
         lines.append(
-            [row["name"], row["dtype"], WAYS[row["way"]], f"{row['fill']:.2f}"]
-            + [f"{row['tokens_per_second']:,.0f}", between(row["quartiles"])]
-            + [f"{row['share_of_gemm']:.2f}"]
-            + [f"{faster['ratio']:.2f}", between(faster["quartiles"], ".2f")]
-            + [mib(peak), mib(peak and peak - row["state_bytes"]), f"{row['losses'][-1]:.4f}"]
+            [
+                row["name"],
+                row["dtype"],
+                WAYS[row["way"]],
+                f"{row['fill']:.2f}",
+                f"{row['tokens_per_second']:,.0f}",
+                between(row["quartiles"]),
+                f"{row['share_of_gemm']:.2f}",
+                f"{speedup['ratio']:.2f}",
+                between(speedup["quartiles"], ".2f"),
+                mib(peak),
+                mib(peak and peak - row["state_bytes"]),
+                f"{row['losses'][-1]:.4f}",
+            ]
         )
-    header = "set, dtype, way, fill, real tokens/s, quartiles, share of GEMM, times as fast"
-    more = "quartiles, peak MiB, of it activations, last loss"
-    return markdown_table(f"{header}, {more}".split(", "), lines)
+    header = [
+        "workload",
+        "dtype",
+        "layout",
+        "fraction of non-padding tokens",
+        "tokens/s",
+        "quartiles of tokens/s",
+        "fraction of GEMM",
+        "speedup",
+        "quartiles of the speedup",
+        "peak, MiB",
+        "activations, MiB",
+        "last loss",
+    ]
+    return markdown_table(header, lines)
 
 
 @benchmark("Training steps", TrainingOptions)
-def main(options):
-    """Every set, dtype and way, in turns."""
-    runs = {case: [] for case in itertools.product(options.sets, options.dtypes, options.ways)}
+def main(options: TrainingOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure every set, dtype and layout, in turns."""
+    cases = list(itertools.product(options.sets, options.dtypes, options.ways))
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in tqdm(range(options.repeats), desc="repeats", disable=None):
-        for case, found in runs.items():
-            found.append(in_a_process(measure, options, *case))
-    rows = [summary(case, found) for case, found in runs.items()]
+        for case in cases:
+            runs[case].append(in_a_process(measure, options, *case))
+
+    rows = [summarize(case, runs[case]) for case in cases]
     text = (
-        f"A step has about {options.tokens:,} real tokens. Model: {options.layers} layers of "
-        f"{options.hidden}, vocabulary 30,522. Times as fast: as the last way in "
-        f"{options.dtypes[0]}, step by step. Peak: beyond the process before there was a model. "
-        "Activations: the peak without weights, gradients and Adam's moments.\n\n" + table(rows)
+        f"A step has about {options.tokens:,} non-padding tokens. Model: {options.layers} layers "
+        f"of {options.hidden}, vocabulary of 30,522 tokens. The speedup is relative to the last "
+        f"layout in {options.dtypes[0]}, step by step. The peak is that beyond the process before "
+        "the model was built. Activations: the peak without weights, gradients and Adam's "
+        f"moments.\n\n{results_table(rows)}"
     )
     data = {"options": asdict(options), "rows": rows}
     return data, text, {"dtype": options.dtypes, "device": options.device}

@@ -855,7 +855,7 @@ def is_cpu_inference(x: torch.Tensor) -> bool:
 def may_overwrite(x: torch.Tensor, *layers: nn.Module) -> bool:
     """Return whether the outputs of `layers` may be computed in slices and overwritten.
 
-    An adapter in place of a linear layer may depend on the batch axis, and a hook may keep an
+    An adapter that replaces a linear layer may depend on the batch axis, and a hook may keep an
     output.
     """
     if not is_cpu_inference(x) or any(type(layer) is not nn.Linear for layer in layers):
