@@ -13,12 +13,16 @@ from starlette.exceptions import HTTPException
 from transformers import AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line, require
+from ..common.files import read_json
 from ..common.loading import check_model, choose_device, dtype_name, load_tokenizer, text_limit
 from ..common.packing import pack
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
 from .options import ServeOptions
 
+
+# File of `neobert finetune` with the task of a model. The module with its name needs pyarrow.
+_TASK_FILE = "task.json"
 
 # Text, or token ids.
 Item = str | list[int]
@@ -186,14 +190,22 @@ class Classifier:
         tokenizer: Tokenizer of the model.
         max_length: Maximum number of tokens of a text or pair.
         activation: Function that a CrossEncoder applies to its logits.
+        temperature: Number that the logits of a classifier are divided by for probabilities.
     """
 
     def __init__(
-        self, name: str, model: Any, tokenizer: Any, max_length: int | None, activation: Any = None
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        max_length: int | None,
+        activation: Any = None,
+        temperature: float = 1.0,
     ) -> None:
         self.name = name
         self.model = model
         self.max_length = max_length
+        self.temperature = temperature
         self._tokenizer = tokenizer
         self._activation = activation
         self.labels: list[str] = [model.config.id2label[i] for i in range(model.num_labels)]
@@ -233,7 +245,7 @@ class Classifier:
     def load_classifier(
         cls, folder: str, dtype: torch.dtype, options: ServeOptions
     ) -> "Classifier":
-        """Load a sequence classifier.
+        """Load a sequence classifier, with the temperature and the length of `neobert finetune`.
 
         Raises:
             UserError: If it cannot be loaded, or is no NeoBERT classifier.
@@ -258,7 +270,15 @@ class Classifier:
         model = model.to(choose_device(options.models.device)).eval()
         _quantize(model, dtype)
         tokenizer = load_tokenizer(folder)
-        return cls(public_name(folder), model, tokenizer, text_limit(model, tokenizer))
+        limits = [text_limit(model, tokenizer)]
+        temperature = 1.0
+        task_file = Path(folder) / _TASK_FILE
+        if task_file.is_file():
+            task = read_json(task_file)
+            limits.append(task["max_length"])
+            temperature = task["temperature"]
+        max_length = min((limit for limit in limits if limit), default=None)
+        return cls(public_name(folder), model, tokenizer, max_length, temperature=temperature)
 
     def tokenize(self, texts: Sequence[tuple[str, ...]], truncate: bool) -> list[np.ndarray]:
         """Return the token ids of texts and pairs.
@@ -324,7 +344,7 @@ class Classifier:
     def probabilities(
         self, logits: Sequence[np.ndarray], function: str | None = None
     ) -> np.ndarray:
-        """Return the probabilities of the labels, (N, C); the values of a regression.
+        """Return the calibrated probabilities of the labels, (N, C); the values of a regression.
 
         Args:
             logits: Logits of the model.
@@ -339,9 +359,9 @@ class Classifier:
                 function = "none"
 
         if function == "sigmoid":
-            values = values.sigmoid()
+            values = (values / self.temperature).sigmoid()
         elif function == "softmax":
-            values = values.softmax(dim=1)
+            values = (values / self.temperature).softmax(dim=1)
         return values.numpy()
 
 

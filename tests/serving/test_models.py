@@ -71,6 +71,20 @@ def test_logits_have_the_same_bits_in_every_batch(classifier, dtype):
     assert len(set(alone)) == 40
 
 
+def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
+    folder = tmp_path / "topics"
+    save_classifier(folder, 3)
+    (folder / "task.json").write_text('{"temperature": 2.5, "max_length": 16}')
+    with serving("--classifier", str(folder)) as client:
+        raw = client.post("/predict", json={"inputs": "an eagle", "raw_scores": True}).json()
+        rows = client.post("/predict", json={"inputs": "an eagle"}).json()
+        long = client.post("/predict", json={"inputs": "b " * 15})
+    logits = np.array([row["score"] for row in raw]) / 2.5
+    expected = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
+    assert long.status_code == 400 and "at most 16 tokens, got 17" in long.json()["error"]
+
+
 def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
     with pytest.raises(UserError, match="CrossEncoder with one score per pair"):
         load(classifier, "reranker")
