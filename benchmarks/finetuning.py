@@ -251,11 +251,11 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
             lines.append([entry["name"], f"{value['value']:.3f} ± {value['standard_error']:.3f}"])
         calibration = result["calibration"]
         parts.append(
-            f"\n## {data_set.title.capitalize()}\n\n"
+            f"\n## {data_set.title[0].upper()}{data_set.title[1:]}\n\n"
             f"{markdown_table(['model', metric.replace('_', ' ')], lines)}\n"
             f"{result['comparison']['statement']} Expected calibration error: "
             f"{calibration['error_before']:.3f} before and {calibration['error_after']:.3f} after "
-            f"temperature scaling (temperature {calibration['temperature']:.2f}).\n"
+            f"temperature scaling (temperature {calibration['temperature']:.2f})."
         )
     return "\n".join(parts)
 
