@@ -66,6 +66,8 @@ def describe_validation(error: dict[str, Any]) -> str:
     """Return an error of pydantic as one sentence."""
     if error["type"] == "json_invalid":
         return f"the body must be valid JSON: {error['ctx']['error']}."
+    if error["loc"] == ("body",) and error["type"] != "missing":
+        return "the body must be a JSON object. Send it with `Content-Type: application/json`."
     path = ""
     for part in error["loc"][1:]:
         if isinstance(part, int):

@@ -14,6 +14,7 @@ from helpers.serving import (
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
+from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
 from neobert.serving.models import Classifier, public_name
 from neobert.serving.options import OPTIONS
@@ -53,6 +54,20 @@ def test_an_unknown_encoding_is_refused(byte_encoding):
     options = OPTIONS["serve"].read(["--model", str(ENCODER), "--tiktoken-encoding", "other"])
     with pytest.raises(UserError, match="tiktoken can load, got 'other': Unknown encoding other"):
         create_app(options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_other_dtypes_are_near_to_float32(dtype, reranker, classifier):
+    encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
+    texts = texts_of_all_lengths(8)
+    models = ["--reranker", reranker, "--classifier", classifier]
+    with serving("--dtype", dtype, *models) as client:
+        assert client.app.state.serving.dtype in ("float32", "float16", "bfloat16")
+        rows = client.post("/embed", json={"inputs": texts}).json()
+        ranks = client.post("/rerank", json={"query": "a", "texts": ["b", "c"]}).json()
+        predictions = client.post("/predict", json={"inputs": "an eagle"}).json()
+    assert (np.array(rows) * encoder.encode(texts)).sum(1).min() > 0.995
+    assert len(ranks) == 2 and sum(row["score"] for row in predictions) == pytest.approx(1)
 
 
 def load(folder, kind, dtype=torch.float32):

@@ -319,13 +319,24 @@ def test_a_refusal_has_the_form_of_cohere(client, path, body, status, message):
         ("/predict", {"inputs": 3}, 400, "`inputs` must be a valid list."),
         ("/predict", {"inputs": ["a", "b", "c"]}, 400, "`inputs[0]` must have at most 2 items"),
         ("/predict", {"inputs": [["a"], []]}, 400, "`inputs[1]` must have at least 1 item"),
-        ("/predict", b"[]", 400, "the body must be"),
+        ("/predict", b"[]", 400, "the body must be a JSON object."),
     ],
 )
 def test_a_refusal_has_the_form_of_tei(client, path, body, status, message):
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["error"]
     assert response.json()["error_type"] == "validation"
+
+
+def test_a_body_without_a_content_type_is_refused(client):
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        response = client.post("/embed", content=b'{"inputs": "a"}', headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"] == (
+            "the body must be a JSON object. Send it with `Content-Type: application/json`."
+        )
+    response = client.get("/embed")
+    assert response.status_code == 405 and response.json()["error"] == "Method Not Allowed"
 
 
 def post(client, path, body):
