@@ -341,5 +341,7 @@ def test_existing_files_are_kept(tmp_path, model):
 
 def test_a_model_without_a_head_is_refused(tmp_path):
     runs.write_model(tmp_path / "encoder")
-    with pytest.raises(UserError, match="`model` must be a classifier, got .* architecture NeoBERT"):
+    with pytest.raises(
+        UserError, match="`model` must be a classifier, got .* architecture NeoBERT"
+    ):
         run(tmp_path, rows_of(TEXTS), tmp_path / "encoder")
