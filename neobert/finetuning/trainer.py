@@ -50,7 +50,7 @@ FIXED = {
 def process_state() -> PartialState:
     """Return the processes of the run as accelerate sees them.
 
-    Without an accelerator, accelerate must be told to use the CPU; otherwise the processes of
+    Without an accelerator, accelerate must be set to the CPU; otherwise the processes of
     torchrun would not find each other.
     """
     return PartialState(cpu=not torch.accelerator.is_available())
