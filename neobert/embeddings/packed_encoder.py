@@ -4,6 +4,7 @@
 `encode`. All commands that compute embeddings use it.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,7 @@ from ..common.loading import (
 )
 from ..common.packing import pack
 from ..quantization.int8 import is_int8, quantize_int8
+from .cpu_forward import CpuForward
 
 
 if TYPE_CHECKING:
@@ -210,6 +212,10 @@ class PackedEncoder:
             and pools_prompt
         )
 
+        self._forward: CpuForward | None = None
+        if self.packs and CpuForward.supports(transformer):
+            with torch.no_grad():
+                self._forward = CpuForward(transformer)
         self._tokenizer: Any = model.tokenizer
         self._rest = modules[2:]
         with torch.inference_mode():
@@ -487,6 +493,32 @@ class PackedEncoder:
 
     def _embed_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Return the embeddings of one packed batch, (N, D)."""
+        pooled = None
+        if self._forward is not None:
+            # The model itself refuses token ids outside of the vocabulary with a message.
+            with contextlib.suppress(IndexError):
+                pooled = self._pool_texts(self._forward(batch), batch)
+        if pooled is None:
+            pooled = self._pool_packed(batch)
+
+        features = {"sentence_embedding": pooled}
+        for module in self._rest:
+            features = module(features)
+        return features["sentence_embedding"]
+
+    def _pool_texts(self, hidden: torch.Tensor, batch: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return the pooled hidden states, (T, D), of each text, (N, D).
+
+        Each text is summed on its own, so that its bits do not depend on the batch.
+        """
+        texts = hidden.split([len(ids) for ids in batch])
+        if self.pooling == "cls":
+            return torch.stack([text[0] for text in texts])
+        means = [text.sum(0, dtype=torch.float32) / text.shape[0] for text in texts]
+        return torch.stack(means).to(hidden.dtype)
+
+    def _pool_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
+        """Run the model on one packed batch and return the pooled hidden states, (N, D)."""
         total = sum(map(len, batch))
         filler = self._filler(total)
         packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)
@@ -494,14 +526,8 @@ class PackedEncoder:
 
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         if self.pooling == "cls":
-            pooled = hidden[0, bounds[:-1].long()]
-        else:
-            pooled = Packing(bounds, max(map(len, batch))).means(hidden)
-
-        features = {"sentence_embedding": pooled}
-        for module in self._rest:
-            features = module(features)
-        return features["sentence_embedding"]
+            return hidden[0, bounds[:-1].long()]
+        return Packing(bounds, max(map(len, batch))).means(hidden)
 
     def _filler(self, total: int) -> int:
         """Return the length of an unused sequence after a batch of `total` tokens on the CPU.

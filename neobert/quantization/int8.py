@@ -16,9 +16,9 @@ K head_dim, F inner size of the feed-forward.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import MethodType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from ..common.errors import UserError
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import ZERO, pack_weight, product, weight_steps
 from .outliers import encoders_of, linear_layers, random_token_states, smooth
+from .packed_linear import number_of_rows
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,52 +43,116 @@ _ELEMENTS = 1 << 18
 _TOKENS = 512
 # Smallest scale, so that rows of zeros have one.
 _SMALLEST = 1e-30
+# Added to a code before the conversion to uint8, which truncates: rounds to the nearest code.
+_OFFSET = torch.tensor(ZERO + 0.5)
 
 
 # ----------------------------------------------------------------------------------------- passes
 
 
-def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _slices(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Return slices of tensors of T rows, together, of `_ELEMENTS` elements of the first one."""
+    if tensors[0].numel() <= _ELEMENTS:
+        return (tensors,)
     rows = max(1, _ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors))
 
 
-def _quantize_rows(
-    values: torch.Tensor, factor: torch.Tensor | float, codes: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Write the codes of rows of float32 values, which are overwritten, and scales * `factor`."""
-    largest = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg())
-    largest = largest.clamp_(min=_SMALLEST)
-    # The conversion to uint8 truncates, so 0.5 rounds to the nearest code.
-    codes.copy_(values.mul_(STEPS / largest).add_(ZERO + 0.5))
-    scales.copy_(largest.mul_(factor / STEPS))
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Codes:
-    """Rows of a batch as unsigned 8-bit codes.
+def _empty_codes(rows: int, inputs: int) -> torch.Tensor:
+    return torch.empty(number_of_rows(rows), inputs, dtype=torch.uint8)
+
+
+def _write_codes(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Write the codes of rows of float32 values, and return their largest absolute values.
 
     Args:
-        shape: Shape of the hidden states that the codes stand for.
-        dtype: Dtype of the hidden states.
+        values: (T, K), which are overwritten.
+        codes: (T, K) uint8.
+
+    Returns:
+        (T, 1), 127 times the scales.
+    """
+    largest = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
+    largest.clamp_(min=_SMALLEST)
+    codes.copy_(torch.add(_OFFSET, values.div_(largest), alpha=STEPS))
+    return largest
+
+
+def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of (T, K) rows, (R, K), and their scales times 127, (T, 1)."""
+    count = rows.shape[0]
+    codes = _empty_codes(count, rows.shape[1])
+    scales = [
+        _write_codes(values.to(torch.float32, copy=True), row_codes)
+        for values, row_codes in _slices(rows, codes[:count])
+    ]
+    return codes, _join(scales)
+
+
+def normalize_and_quantize(
+    rows: torch.Tensor, weight: torch.Tensor, smallest: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of the RMSNorm of rows, (R, D), and their scales, (T, 1).
+
+    x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps)), and the scales lack the
+    factor sqrt(D) / 127, which is part of the linear layer that follows.
+
+    Args:
+        rows: (T, D).
+        weight: (D,) float32 weight of the norm.
+        smallest: sqrt(D * eps).
+    """
+    count = rows.shape[0]
+    codes = _empty_codes(count, rows.shape[1])
+    scales = []
+    for x, row_codes in _slices(rows, codes[:count]):
+        x = at_least_float32(x)
+        norms = torch.linalg.vector_norm(x, 2, -1, True)
+        largest = _write_codes(x * weight, row_codes)
+        scales.append(largest.div_(torch.hypot(norms, smallest)))
+    return codes, _join(scales)
+
+
+def gate_and_quantize(
+    inner: torch.Tensor, factor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of silu(a * factor) * b * factor, (R, F), and their scales times 127.
+
+    Args:
+        inner: (T, 2 F), the rows of a and b.
+        factor: (T, 1).
+    """
+    count = inner.shape[0]
+    codes = _empty_codes(count, inner.shape[1] // 2)
+    scales = []
+    for x, row_codes, row_factor in _slices(inner, codes[:count], factor):
+        gate, value = at_least_float32(x).chunk(2, -1)
+        values = torch.mul(F.silu(gate * row_factor, inplace=True), value)
+        scales.append(_write_codes(values, row_codes).mul_(row_factor))
+    return codes, _join(scales)
+
+
+# ----------------------------------------------------------------------------------------- layers
+
+
+class Codes(NamedTuple):
+    """Rows of a batch as unsigned 8-bit codes.
 
     Attributes:
-        codes: (R, K) uint8; the last R - T rows are not initialized.
-        rows: (T, K), the first T rows.
-        scales: (T, 1) float32.
-        shape: Shape of the hidden states.
+        codes: (R, K) uint8; rows after the first T are not initialized.
+        scales: (T, 1) float32, scales of the rows up to a factor that is part of the weights.
+        shape: Shape of the hidden states that the codes stand for.
         dtype: Dtype of the hidden states.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        rows = shape[:-1].numel()
-        # oneDNN builds a kernel for every number of rows.
-        step = 16 if rows < 512 else 64
-        self.codes = torch.empty(-(-rows // step) * step, shape[-1], dtype=torch.uint8)
-        self.rows = self.codes[:rows]
-        self.scales = torch.empty(rows, 1)
-        self.shape = shape
-        self.dtype = dtype
+    codes: torch.Tensor
+    scales: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Int8Norm(nn.Module):
@@ -96,6 +161,8 @@ class Int8Norm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.norm = norm
+        # Not a buffer, because `.to(bfloat16)` would round it.
+        self.smallest = torch.tensor((norm.weight.shape[0] * norm.eps) ** 0.5)
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> Codes:
@@ -105,16 +172,9 @@ class Int8Norm(nn.Module):
                 "an int8 model must run on the CPU in evaluation mode. Call model.eval(), or load "
                 "the model again for training or for a GPU."
             )
-        outputs = Codes(hidden.shape, hidden.dtype)
-        for codes, scales, x in _slices(outputs.rows, outputs.scales, hidden.flatten(0, -2)):
-            values, factor = self.scaled_values(at_least_float32(x))
-            _quantize_rows(values, factor, codes, scales)
-        return outputs
-
-    def scaled_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows, (T, D), and the factor of each row, (T, 1), whose product is the norm."""
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
-        return x * self.norm.weight.float(), (squares / x.shape[-1] + self.norm.eps).rsqrt()
+        weight = self.norm.weight.float()
+        codes, scales = normalize_and_quantize(hidden.flatten(0, -2), weight, self.smallest)
+        return Codes(codes, scales, hidden.shape, hidden.dtype)
 
 
 class Int8Linear(nn.Module):
@@ -123,9 +183,10 @@ class Int8Linear(nn.Module):
     Args:
         weight: (N, K) weight.
         steps: Largest integer weight.
+        factor: Factor of the inputs that is part of the scales of the weights.
     """
 
-    def __init__(self, weight: torch.Tensor, steps: int) -> None:
+    def __init__(self, weight: torch.Tensor, steps: int, factor: float = 1.0) -> None:
         super().__init__()
         weight = weight.detach().float()
         largest = torch.maximum(weight.amax(1), weight.amin(1).neg()).clamp(min=_SMALLEST)
@@ -133,23 +194,31 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         # Not buffers, because `.to(bfloat16)` would round the scales.
         self.packed = pack_weight(integers)
-        self.weight_scales = largest / steps
+        self.weight_scales = largest * (factor / (steps * STEPS))
+        self.zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def product(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the product with (R, K) codes, (R, N), without the scales of the rows."""
-        return product(codes, self.packed, self.weight_scales, dtype)
+        return product(codes, self.packed, self.weight_scales, dtype, self.zeros)
+
+    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Quantize (T, K) rows and return the outputs of the layer, (T, N)."""
+        codes, scales = quantize(rows)
+        return self.scaled_product(codes, scales, rows.dtype)
+
+    def scaled_product(
+        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the product of (R, K) codes with the scales of the rows, (T, 1), (T, N)."""
+        output = self.product(codes, dtype)[: scales.shape[0]]
+        for values, row_scales in _slices(output, scales):
+            values.mul_(row_scales)
+        return output
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Quantize the inputs per token and return the outputs of the layer."""
-        inputs = Codes(x.shape, x.dtype)
-        for codes, scales, values in _slices(inputs.rows, inputs.scales, x.flatten(0, -2)):
-            _quantize_rows(values.to(torch.float32, copy=True), 1.0, codes, scales)
-
-        output = self.product(inputs.codes, x.dtype)[: len(inputs.scales)]
-        for values, scales in _slices(output, inputs.scales):
-            values.mul_(scales)
-        return output.unflatten(0, x.shape[:-1])
+        return self.from_rows(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(
@@ -172,27 +241,19 @@ class Int8FeedForward(nn.Module):
 
     @torch.compiler.disable
     def forward(self, tokens: Codes) -> torch.Tensor:
-        """Return the output of the feed-forward, computed in pieces of `_TOKENS` tokens."""
-        pieces = zip(tokens.codes.split(_TOKENS), tokens.scales.split(_TOKENS))
-        outputs = [self.run_piece(codes, scales, tokens.dtype) for codes, scales in pieces]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(tokens.shape)
+        """Return the output of the feed-forward."""
+        return self.from_codes(tokens.codes, tokens.scales, tokens.dtype).view(tokens.shape)
 
-    def run_piece(
+    def from_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the output for (R, D) codes and (T, 1) scales, (T, D)."""
-        inner = self.up.product(codes, dtype)[: len(scales)]
-        gated = Codes(torch.Size([len(scales), self.down.in_features]), dtype)
-        for row_codes, row_scales, x, factor in _slices(gated.rows, gated.scales, inner, scales):
-            # Both halves still lack the factor of their row.
-            gate, value = at_least_float32(x).chunk(2, dim=-1)
-            values = F.silu(gate * factor, inplace=True).mul_(value)
-            _quantize_rows(values, factor, row_codes, row_scales)
-
-        output = self.down.product(gated.codes, dtype)[: len(scales)]
-        for x, row_scales in _slices(output, gated.scales):
-            x.mul_(row_scales)
-        return output
+        """Return the output for (R, D) codes and (T, 1) scales, (T, D), in pieces of tokens."""
+        outputs = []
+        for piece, piece_scales in zip(codes.split(_TOKENS), scales.split(_TOKENS)):
+            inner = self.up.product(piece, dtype)[: piece_scales.shape[0]]
+            gated, gated_scales = gate_and_quantize(inner, piece_scales)
+            outputs.append(self.down.scaled_product(gated, gated_scales, dtype))
+        return _join(outputs)
 
 
 @torch.compiler.disable
@@ -201,7 +262,7 @@ def _project(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace `NeoBERTBlock.project`; the rotation also multiplies the scales of the rows."""
     inputs = block.attention_norm(hidden)
-    qkv = block.qkv.product(inputs.codes, inputs.dtype)[: len(inputs.scales)]
+    qkv = block.qkv.product(inputs.codes, inputs.dtype)[: inputs.scales.shape[0]]
     qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
     scales = inputs.scales.view(*hidden.shape[:2], 1, 1, 1)
 
@@ -295,12 +356,16 @@ def _check(encoder: Any) -> None:
 
 def _quantize_block(block: Any, steps: int) -> None:
     """Replace the linear layers of a block, and the layers that compute their codes."""
-    qkv, wo, up, down = (Int8Linear(layer.weight, steps) for layer in linear_layers(block))
-    block.qkv = qkv
-    block.wo = wo
+    qkv, wo, up, down = linear_layers(block)
+    # The codes of a norm stand for values without this factor.
+    factor = qkv.in_features**0.5
+    block.qkv = Int8Linear(qkv.weight, steps, factor)
+    block.wo = Int8Linear(wo.weight, steps)
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
-    block.ffn = Int8FeedForward(up, down)
+    block.ffn = Int8FeedForward(
+        Int8Linear(up.weight, steps, factor), Int8Linear(down.weight, steps)
+    )
     block.project = MethodType(_project, block)
 
 

@@ -41,6 +41,7 @@ def product(
     packed: torch.Tensor,
     scales: torch.Tensor,
     dtype: torch.dtype = torch.float32,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (codes - 128) @ weight.T * scales, (R, N) of `dtype`.
 
@@ -49,9 +50,11 @@ def product(
         packed: Weight, from `pack_weight`.
         scales: (N,) float32 scales of the outputs.
         dtype: Precision of the result.
+        zeros: (N,) int64 zeros.
     """
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    return torch.ops.onednn.qlinear_pointwise(
+    if zeros is None:
+        zeros = torch.zeros(len(scales), dtype=torch.int64)
+    return torch.ops.onednn.qlinear_pointwise.default(
         codes, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, dtype, "none", [], ""
     )
 

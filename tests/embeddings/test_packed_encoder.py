@@ -28,10 +28,12 @@ from transformers import (
     RobertaModel,
 )
 
-from neobert import NeoBERTModel
+from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.loading import position_limit
+from neobert.embeddings.cpu_forward import CpuForward, FloatBlock
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
+from neobert.quantization import packed_linear
 
 
 SMALL = {
@@ -89,21 +91,89 @@ def test_batches_hold_the_token_budget_and_every_text_once(reference):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
-    """oneDNN builds its kernels in 16 bits anew for each; in float32 rows are added to a multiple
-    of 16, with which a text has the same bits in every batch. What is added changes no vector."""
+    """oneDNN builds its kernels anew for each. What is added changes no vector."""
     encoder = PackedEncoder(str(model_folder), pooling=pooling, dtype=dtype, device="cpu")
     tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
     alone = np.concatenate([encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)])
+    run = FloatBlock.__call__
+    monkeypatch.setattr(
+        FloatBlock,
+        "__call__",
+        lambda self, hidden, layout: seen.append(len(hidden)) or run(self, hidden, layout),
+    )
+    found = encoder.embed(tokens)
+    encoder.embed(tokens[:5])
+    assert seen == [1152, 1152, 93, 93], "two blocks, and unused rows from 129 tokens on"
+    close(found, alone, 1e-5 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_runs_in_place_of_the_forward_for_the_cpu(model_folder, dtype, monkeypatch):
+    """For example with another attention implementation. Batches of the model have few numbers of
+    tokens, and its embeddings are the same."""
+    encoder = PackedEncoder(str(model_folder), dtype=dtype, device="cpu")
+    tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
+    expected = encoder.embed(tokens)
+    encoder = PackedEncoder(
+        str(model_folder), dtype=dtype, device="cpu", attn_implementation="eager"
+    )
     model, forward = encoder.sentence_transformer[0].auto_model, NeoBERTModel.forward
     monkeypatch.setattr(
         type(model),
         "forward",
         lambda self, **given: seen.append(given["input_ids"].shape[1]) or forward(self, **given),
     )
-    found = encoder.embed(tokens)
+    close(encoder.embed(tokens), expected, 1e-5 if dtype == "float32" else 2e-2)
     encoder.embed(tokens[:5])
     assert seen == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
-    close(found, alone, 1e-5 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("change", ["attention", "hook", "rope", "gelu"])
+def test_the_forward_for_the_cpu_leaves_other_models_alone(tiny_config, change):
+    fields = {"hidden_act": "gelu"} if change == "gelu" else {}
+    if change == "rope":
+        fields["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    model = NeoBERTModel(NeoBERTConfig(**tiny_config, **fields)).eval()
+    if change == "attention":
+        model.set_attn_implementation("eager")
+    if change == "hook":
+        model.transformer_encoder[0].register_forward_hook(lambda *values: None)
+    assert not CpuForward.supports(model)
+    assert CpuForward.supports(NeoBERTModel(NeoBERTConfig(**tiny_config)).eval())
+
+
+def test_hidden_states_without_prepacked_weights_are_the_same(tiny_config, monkeypatch):
+    """As on a CPU whose prepacked products do not give the same bits in every batch."""
+    config = NeoBERTConfig(**tiny_config, decoder_init_range=0.1)
+    model = NeoBERTModel(config).eval().requires_grad_(False)
+    texts = [np.arange(start, start + n) for start, n in ((5, 1), (6, 9), (40, 9), (50, 30))]
+    exact = [model(input_ids=torch.from_numpy(ids)[None])[0][0] for ids in texts]
+    packed = CpuForward(model)(texts)
+    monkeypatch.setattr(packed_linear, "same_bits_in_any_batch", lambda *given: False)
+    plain = CpuForward(model)(texts)
+    for states in (packed, plain):
+        torch.testing.assert_close(states, torch.cat(exact), rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_of_prepacked_products_sees_other_bits(monkeypatch):
+    packed_linear.same_bits_in_any_batch.cache_clear()
+    assert packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
+    packed_linear.same_bits_in_any_batch.cache_clear()
+    real = packed_linear._product
+    monkeypatch.setattr(
+        packed_linear, "_product", lambda x, weight: real(x, weight) + 1e-6 * (len(x) == 17)
+    )
+    assert not packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
+    monkeypatch.setattr(packed_linear, "_pack", lambda weight: weight + 1)
+    packed_linear.same_bits_in_any_batch.cache_clear()
+    assert not packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
+    packed_linear.same_bits_in_any_batch.cache_clear()
+
+
+def test_a_token_id_outside_of_the_vocabulary_is_refused(model_folder):
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
+    with pytest.raises(ValueError, match="input_ids"):
+        encoder.embed([np.array([5, 10**6])])
 
 
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):

@@ -1,0 +1,267 @@
+"""Forward pass of NeoBERT over packed texts on a CPU, with few operators and prepacked weights.
+
+The model checks and prepares every kind of batch, which takes longer than the products of a short
+text. This pass takes lists of token ids only. In float32 and int8 the result of a text does not
+depend on the other texts of a batch: linear layers give each row the same bits, attention runs text
+by text, and everything else works on single rows.
+
+Shape legend: T tokens of all texts, R rows (T and unused rows), D hidden size, H heads, K head_dim,
+F inner size of the feed-forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..modeling_neobert import NeoBERTModel, rotary_embeddings
+from ..quantization.int8 import is_int8, normalize_and_quantize
+from ..quantization.packed_linear import PackedLinear, number_of_rows
+
+
+# Rows of an elementwise pass, and tokens of a feed-forward, that stay in the caches.
+_PASS_ROWS = 128
+_FFN_TOKENS = 1024
+# Positions whose rotary angles are computed together.
+_POSITIONS = 512
+
+# Types of rotary positions whose angles do not depend on the length of the text.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Texts of a batch.
+
+    Attributes:
+        angles: (R, 1, 1, K / 2) complex rotary angles.
+        groups: (number of texts, length) of neighboring texts of one length.
+    """
+
+    angles: torch.Tensor
+    groups: list[tuple[int, int]]
+
+
+class CpuForward:
+    """Forward pass of a `NeoBERTModel`, with a copy of its linear weights.
+
+    Args:
+        model: Model for which `CpuForward.supports` is true. Later changes of its weights have no
+            effect.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.embedding = model.encoder.weight.detach()
+        self.angles = self._rotary_angles(_POSITIONS)
+        block_class = Int8Block if is_int8(model) else FloatBlock
+        self.blocks = [block_class(block) for block in model.transformer_encoder]
+        self.norm = model.layer_norm
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """Return whether this pass can replace the forward of a model."""
+        config = getattr(model, "config", None)
+        if type(model).__name__ != NeoBERTModel.__name__ or config is None:
+            return False
+        parts = (config.norm_type, config.hidden_act, config.position_embedding_type)
+        if parts != ("rms", "swiglu", "rope"):
+            return False
+        is_plain = is_int8(model) or all(
+            type(layer) is torch.nn.Linear
+            for block in model.transformer_encoder
+            for layer in (block.qkv, block.wo, block.ffn.w12, block.ffn.w3)
+        )
+        return (
+            is_plain
+            and config.rope_parameters["rope_type"] in _FIXED_ROPE
+            and config._attn_implementation == "sdpa"
+            and model.device.type == "cpu"
+            and model.dtype in (torch.float32, torch.bfloat16)
+            and not model._is_observed()
+        )
+
+    def __call__(self, texts: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return the hidden states of tokenized texts, one after another, (T, D).
+
+        Args:
+            texts: Token ids, integer arrays.
+
+        Raises:
+            IndexError: If a token id is not in the vocabulary.
+        """
+        lengths = [len(ids) for ids in texts]
+        if max(lengths) > len(self.angles):
+            self.angles = self._rotary_angles(max(lengths))
+        total = sum(lengths)
+        unused = number_of_rows(total) - total
+
+        tokens = texts[0] if len(texts) == 1 else np.concatenate(texts)
+        hidden = F.embedding(torch.from_numpy(tokens.astype(np.int64)), self.embedding)
+        angles = self.angles[: lengths[0]]
+        if len(texts) > 1:
+            angles = torch.cat([self.angles[:length] for length in lengths])
+        if unused:
+            hidden = F.pad(hidden, (0, 0, 0, unused))
+            angles = torch.cat([angles, self.angles[:1].expand(unused, -1, -1, -1)])
+
+        groups = [(len(list(group)), length) for length, group in groupby(lengths)]
+        layout = Layout(angles, groups)
+        for block in self.blocks:
+            hidden = block(hidden, layout)
+        return rms_norm(hidden[:total], self.norm)
+
+    def _rotary_angles(self, positions: int) -> torch.Tensor:
+        """Return the complex angles of at least this number of positions, (N, 1, 1, K / 2)."""
+        positions = -(-positions // _POSITIONS) * _POSITIONS
+        embeddings = rotary_embeddings(self.config, torch.arange(positions)[None], positions)
+        assert embeddings is not None
+        return embeddings[0][0]
+
+
+class FloatBlock:
+    """`NeoBERTBlock` in float32 or bfloat16.
+
+    In float32 the weights of the norms are part of the linear layers after them.
+
+    Args:
+        block: `NeoBERTBlock`.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self.heads: int = block.num_heads
+        self.head_dim: int = block.wo.weight.shape[0] // self.heads
+        self.norms = (block.attention_norm, block.ffn_norm)
+        self.is_folded = block.qkv.weight.dtype == torch.float32
+        self.smallest = smallest_norm(block.attention_norm)
+        self.qkv = PackedLinear(self._fold(block.qkv.weight, block.attention_norm))
+        self.wo = PackedLinear(block.wo.weight)
+        self.up = PackedLinear(self._fold(block.ffn.w12.weight, block.ffn_norm))
+        self.down = PackedLinear(block.ffn.w3.weight)
+
+    def __call__(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return the hidden states after this block, (R, D)."""
+        qkv = self.qkv(self._norm(hidden, 0)).view(-1, self.heads, 3, self.head_dim)
+        rotate(qkv, layout.angles)
+        hidden = self.wo.add_to(hidden, attend(qkv, layout.groups))
+
+        outputs = []
+        for rows in pieces(hidden, _FFN_TOKENS):
+            gate, value = self.up(self._norm(rows, 1)).chunk(2, 1)
+            outputs.append(self.down.add_to(rows, torch.mul(F.silu(gate, True), value)))
+        return join(outputs)
+
+    def _fold(self, weight: torch.Tensor, norm: Any) -> torch.Tensor:
+        return weight * (norm.weight * weight.shape[1] ** 0.5) if self.is_folded else weight
+
+    def _norm(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the normalized hidden states, without factors that are part of a weight."""
+        if not self.is_folded:
+            return rms_norm(hidden, self.norms[index])
+        # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps))
+        outputs = [
+            x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.smallest)
+            for x in pieces(hidden, _PASS_ROWS)
+        ]
+        return join(outputs)
+
+
+class Int8Block:
+    """`NeoBERTBlock` whose linear layers are in int8.
+
+    Args:
+        block: `NeoBERTBlock` after `quantize_int8`.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self.heads: int = block.num_heads
+        self.head_dim: int = block.wo.out_features // self.heads
+        self.norms = [norm.norm.weight.float() for norm in (block.attention_norm, block.ffn_norm)]
+        self.smallest = smallest_norm(block.ffn_norm.norm)
+        self.qkv = block.qkv
+        self.wo = block.wo
+        self.ffn = block.ffn
+
+    def __call__(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return the hidden states after this block, (R, D)."""
+        codes, scales = normalize_and_quantize(hidden, self.norms[0], self.smallest)
+        qkv = self.qkv.product(codes, hidden.dtype).view(-1, self.heads, 3, self.head_dim)
+        scales = scales[..., None, None]
+        rotate(qkv, layout.angles * scales)
+        qkv[:, :, 2].mul_(scales[..., 0])
+        hidden = self.wo.from_rows(attend(qkv, layout.groups)).add_(hidden)
+
+        codes, scales = normalize_and_quantize(hidden, self.norms[1], self.smallest)
+        return self.ffn.from_codes(codes, scales, hidden.dtype).add_(hidden)
+
+
+# ------------------------------------------------------------------------------------------------
+# operations on rows
+
+
+def smallest_norm(norm: Any) -> torch.Tensor:
+    """Return sqrt(D * eps), with which an RMSNorm is sqrt(D) * x / hypot(|x|, sqrt(D * eps))."""
+    return torch.tensor((norm.weight.shape[0] * norm.eps) ** 0.5)
+
+
+def rms_norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+    """Return the RMSNorm of rows, computed in float32."""
+    weight = norm.weight.float()
+    outputs = [
+        F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(hidden.dtype)
+        for x in pieces(hidden, _PASS_ROWS)
+    ]
+    return join(outputs)
+
+
+def rotate(qkv: torch.Tensor, angles: torch.Tensor) -> None:
+    """Multiply the pairs of queries and keys by complex angles in place, in float32.
+
+    Args:
+        qkv: (R, H, 3, K).
+        angles: (R, 1, 1, K / 2) complex.
+    """
+    rows, heads, _, head_dim = qkv.shape
+    query_key = qkv[:, :, :2].view(rows, heads, 2, head_dim // 2, 2)
+    for pairs, turns in zip(pieces(query_key, _PASS_ROWS), pieces(angles, _PASS_ROWS)):
+        values = pairs.float()
+        torch.view_as_complex(values).mul_(turns)
+        if values.dtype != pairs.dtype:
+            pairs.copy_(values)
+
+
+def attend(qkv: torch.Tensor, groups: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the attention of each text to itself, (R, D); zeros in unused rows.
+
+    Args:
+        qkv: (R, H, 3, K).
+        groups: (number of texts, length) of neighboring texts of one length.
+    """
+    rows, heads, _, head_dim = qkv.shape
+    outputs = []
+    start = 0
+    for count, length in groups:
+        stop = start + count * length
+        # (count, length, H, 3, K) -> three tensors of (count, H, length, K), without a copy.
+        parts = qkv[start:stop].view(count, length, heads, 3, head_dim).transpose(1, 2)
+        query, key, value = parts.unbind(3)
+        output = F.scaled_dot_product_attention(query, key, value)
+        outputs.append(output.transpose(1, 2).reshape(count * length, heads * head_dim))
+        start = stop
+    if start < rows:
+        outputs.append(qkv.new_zeros(rows - start, heads * head_dim))
+    return join(outputs)
+
+
+def pieces(x: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
+    """Return pieces of at most this number of rows."""
+    return (x,) if x.shape[0] <= rows else x.split(rows)
+
+
+def join(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the concatenation of pieces."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
