@@ -70,7 +70,7 @@ class WorkerApplication:
         server = self.options.server
         threads = server.threads
         if threads is None and server.workers > 1:
-            threads = max(1, len(os.sched_getaffinity(0)) // server.workers)
+            threads = max(1, _available_cores() // server.workers)
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -175,7 +175,8 @@ def _bind(host: str, port: int) -> socket.socket:
         UserError: If the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small responses at once (TCP_NODELAY) only for sockets with this protocol.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -187,6 +188,13 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
     listener.set_inheritable(True)
     return listener
+
+
+def _available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _is_local(host: str) -> bool:

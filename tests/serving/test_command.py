@@ -1,5 +1,6 @@
 """Test the command as a process: its start and its end, several workers, and what it refuses."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -20,7 +21,7 @@ from helpers.serving import ENCODER, server_process, texts_of_all_lengths
 from neobert.cli import main
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
-from neobert.serving.command import describe
+from neobert.serving.command import _bind, describe
 from neobert.serving.options import OPTIONS
 
 
@@ -131,6 +132,27 @@ def test_a_missing_model_is_refused(capsys, tmp_path):
     for words in (["--model", missing], ["--model", str(ENCODER), "--reranker", missing]):
         assert main(["serve", *words]) == 2
         assert "there is no" in capsys.readouterr().err
+
+
+def test_responses_are_sent_without_delay():
+    """asyncio sets TCP_NODELAY for sockets of this protocol only; a response would wait 40 ms."""
+
+    async def accept():
+        accepted = asyncio.get_running_loop().create_future()
+
+        def connected(reader, writer):
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with _bind("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(connected, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                no_delay = await accepted
+                writer.close()
+        return no_delay
+
+    assert asyncio.run(accept())
 
 
 def test_an_open_server_for_other_machines_is_reported(capsys, caplog, monkeypatch):
