@@ -385,6 +385,9 @@ def _description(item: dataclasses.Field) -> str:
         text += "" if item.metadata.get("positional") else " (required)"
     elif default not in (None, [], {}, ""):
         shown = str(default).lower() if isinstance(default, bool) else default
+        if isinstance(default, (list, tuple)):
+            # The form in which the command line accepts several values.
+            shown = " ".join(map(str, default))
         text += f" (default: {shown})"
     return text.replace("%", "%%")
 

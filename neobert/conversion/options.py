@@ -22,26 +22,27 @@ class CheckpointOptions(OptionGroup):
     title = "Checkpoint"
 
     checkpoint: str = option(
-        help="Checkpoint to convert: a file, the directory of a step, or that of a run.",
+        help="Checkpoint to convert: a file, the directory of a training step, or the directory of "
+        "a run.",
         positional=True,
     )
-    output: str = option(help="Directory to write. It must not exist.", positional=True)
+    output: str = option(help="Output directory. It must not exist.", positional=True)
     config: str | None = option(
         None,
-        "JSON, YAML or Hydra file with the configuration, or a part of it. By default the file "
-        "beside the checkpoint; missing fields are inferred from the shapes of the weights.",
+        "JSON, YAML or Hydra file with the configuration of the model. By default the file next to "
+        "the checkpoint. Missing fields are inferred from the shapes of the weights.",
         metavar="PATH",
     )
     step: Annotated[int, Meta(ge=0)] | None = option(
-        None, "Step of a run to convert. By default the latest."
+        None, "Training step to convert, if CHECKPOINT is a run. By default the latest."
     )
     head: HeadName | None = option(
         None, "Type of the model's head. By default that of the checkpoint."
     )
     tokenizer: str | None = option(
         None,
-        "Directory of the tokenizer, or none. By default the files beside the checkpoint, else "
-        "the uncased tokenizer of BERT.",
+        "Directory of the tokenizer, or none to omit it. By default the tokenizer next to the "
+        "checkpoint, else the uncased tokenizer of BERT.",
         metavar="PATH",
     )
 
@@ -58,7 +59,7 @@ class FolderOptions(OptionGroup):
         "checkpoint mixes several.",
     )
     sentence_transformers: bool = option(
-        False, "Also write modules.json with mean pooling, for sentence-transformers."
+        False, "Add the modules of a sentence-transformers model with mean pooling."
     )
     max_shard_size: str = option(
         "5GB", "Maximum size of a weight file, such as 500MB.", metavar="SIZE"

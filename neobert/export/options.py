@@ -17,14 +17,15 @@ class ModelOptions(OptionGroup):
     title = "Model"
 
     folder: str = option(
-        help="Hub folder (config.json and safetensors), or a raw checkpoint, which is converted.",
+        help="Model to export: a Hub folder (config.json and safetensors), or a raw checkpoint, "
+        "which is converted first.",
         positional=True,
     )
-    output: str = option(help="File or directory to write. It must not exist.", positional=True)
+    output: str = option(help="Output file or directory. It must not exist.", positional=True)
     head: HeadName | None = option(
         None,
-        "Type of the model's head. By default base for a folder of sentence-transformers, else "
-        "that of the weights.",
+        "Type of the model's head. By default base for a sentence-transformers model, else the "
+        "head in the weights.",
     )
     tokenizer: str | None = option(
         None,
@@ -51,10 +52,10 @@ class GgufFormat(OptionGroup):
     title = "Format"
 
     dtype: Literal["f32", "f16", "q8_0", "q5_0"] = option(
-        "f16", "Type of the matrices. With q5_0 the token embeddings are q4_0."
+        "f16", "Data type of the matrices. With q5_0, the token embeddings are stored as q4_0."
     )
     check: bool = option(
-        False, "Write nothing; compare the existing file OUTPUT with the model instead."
+        False, "Compare the existing file OUTPUT with the model instead of writing it."
     )
 
 
@@ -66,10 +67,13 @@ class OnnxFormat(OptionGroup):
 
     precisions: list[Literal["fp32", "fp16", "int8", "q4"]] = option(
         default_factory=lambda: ["fp32"],
-        help="Precisions to write: fp16 for GPUs and WebGPU, int8 for CPUs, q4 for size.",
+        help="Precisions to export: fp16 for GPUs and WebGPU, int8 for CPUs, q4 for the smallest "
+        "files.",
     )
     token_type_ids: bool = option(
-        False, "Add a third input that is ignored, for loaders that always pass BERT's three."
+        False,
+        "Add the input token_type_ids, which is ignored, for applications that always pass the "
+        "three inputs of BERT.",
     )
 
 
@@ -81,7 +85,8 @@ class OpenvinoFormat(OptionGroup):
 
     precisions: list[Literal["fp32", "fp16", "int8"]] = option(
         default_factory=lambda: ["fp32"],
-        help="Precisions to write. The weights take 1/2 of the space in fp16, 1/4 in int8.",
+        help="Precisions to export. Weights take half the space of fp32 in fp16, and a quarter in "
+        "int8.",
     )
 
 
@@ -149,19 +154,20 @@ OPTIONS = {
     "export": Targets(
         gguf=OptionParser(
             "neobert export gguf",
-            "Write a file for llama.cpp and the tools that are based on it.",
+            "Export to a GGUF file for llama.cpp and tools based on it.",
             GgufOptions,
             "neobert export gguf examples/sentence-encoder runs/encoder.gguf",
         ),
         onnx=OptionParser(
             "neobert export onnx",
-            "Write a folder for ONNX Runtime, transformers.js and Text Embeddings Inference.",
+            "Export to a directory for ONNX Runtime, transformers.js and Text Embeddings "
+            "Inference.",
             OnnxOptions,
             "neobert export onnx examples/sentence-encoder runs/onnx --precisions fp32 int8",
         ),
         openvino=OptionParser(
             "neobert export openvino",
-            "Write a folder for OpenVINO.",
+            "Export to a directory for OpenVINO.",
             OpenvinoOptions,
             "neobert export openvino examples/sentence-encoder runs/openvino",
         ),

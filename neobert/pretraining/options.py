@@ -49,7 +49,7 @@ class ModelOptions(OptionGroup):
     init_embeddings: Literal["transfer"] | None = option(
         None,
         "Initialization of the token embeddings if --tokenizer differs from the tokenizer of "
-        "--init-from. transfer: from the embeddings of the old tokens (vocabulary transfer).",
+        "--init-from. transfer: use the embeddings of the old tokens (vocabulary transfer).",
     )
 
     def __post_init__(self) -> None:
@@ -160,8 +160,8 @@ class BatchOptions(OptionGroup):
     )
     mixture: dict[int, float] | None = option(
         None,
-        "Probabilities that a micro-batch contains only texts of a minimum length, {minimum number "
-        "of tokens: probability} (stage 2 of the paper).",
+        "Sampling probabilities of micro-batches by the minimum number of tokens of their texts, "
+        "such as {0: 0.2, 1024: 0.4, 2048: 0.4} in stage 2 of the paper.",
     )
 
     def __post_init__(self) -> None:
@@ -259,13 +259,15 @@ class MaskingOptions(OptionGroup):
     title = "Masking"
 
     mlm_probability: Annotated[float, Meta(gt=0, lt=1)] = option(
-        0.2, "Fraction of the tokens that are predicted, without special tokens."
+        0.2, "Fraction of the tokens to predict. Special tokens are never selected."
     )
     mask_replace_prob: Annotated[float, Meta(ge=0, le=1)] = option(
-        1.0, "Fraction of the predicted tokens that are replaced by [MASK]."
+        1.0, "Fraction of the predicted tokens that are replaced with [MASK]."
     )
     random_replace_prob: Annotated[float, Meta(ge=0, le=1)] = option(
-        0.0, "Fraction of the predicted tokens that are replaced by random tokens."
+        0.0,
+        "Fraction of the predicted tokens that are replaced with random tokens. The remaining "
+        "predicted tokens are not replaced.",
     )
     mask_schedule: list[Annotated[float, Meta(gt=0, lt=1)]] | None = option(
         None,
@@ -291,14 +293,14 @@ class OptimizationOptions(OptionGroup):
     # The values that `auto` selects are part of the identity of a run.
     learning_rate: Annotated[float, Meta(ge=0)] | Literal["auto"] = option(
         6e-4,
-        "Peak learning rate. auto: a rate for continued pre-training, 3e-4 for a hidden size of "
-        "768 or more, and inversely proportional to the hidden size below.",
+        "Peak learning rate. auto: for continued pre-training, 3e-4 for a hidden size of 768 or "
+        "more, and inversely proportional to the hidden size below.",
         metavar="FLOAT|auto",
         affects_results=False,
     )
     bf16: bool | Literal["auto"] = option(
         False,
-        "Train in bfloat16 mixed precision. auto: on accelerators that compute bfloat16.",
+        "Train in bfloat16 mixed precision. auto: only on accelerators that support bfloat16.",
         metavar="{true,false,auto}",
         affects_results=False,
     )
@@ -321,14 +323,14 @@ class OutputOptions(OptionGroup):
     )
     keep_every: Annotated[int, Meta(ge=0)] = option(
         0,
-        "Number of steps between two checkpoints that are kept beside the newest "
-        "--save-total-limit ones; 0 for none.",
+        "Interval in steps between checkpoints that are kept permanently, in addition to the "
+        "newest --save-total-limit checkpoints. 0 keeps none.",
         affects_results=False,
     )
     peak_tflops: Annotated[float, Meta(gt=0)] | None = option(
         None,
-        "Peak throughput of a device in TFLOP/s, which adds the model FLOPs utilization (mfu) to "
-        "the log.",
+        "Peak throughput of a device in TFLOP/s. If set, the log contains the model FLOPs "
+        "utilization (mfu).",
         affects_results=False,
     )
 
@@ -380,7 +382,8 @@ OPTIONS: dict[str, OptionParser[Any]] = {
         "Pre-train a masked language model as in the paper (sections 3 and 4), or continue the "
         "pre-training of a model. Running the same command again resumes an interrupted run.",
         PretrainOptions,
-        "neobert pretrain recipes/example_small.yaml --dataset texts.txt --output runs/first",
+        "neobert pretrain recipes/example_small.yaml --dataset texts.txt "
+        "--validation validation.txt",
         TRAINER_DEFAULTS,
     ),
     "pseudo-perplexity": PSEUDO_PERPLEXITY_PARSER,

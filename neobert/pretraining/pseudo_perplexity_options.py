@@ -25,8 +25,8 @@ class ModelOptions(OptionGroup):
     )
     yarn: list[Annotated[float, Meta(gt=0)] | Literal["off"]] = option(
         default_factory=lambda: ["off"],
-        help="YaRN factors that extend the context of a NeoBERT, and off for the model without "
-        "YaRN. `off 2` measures both.",
+        help="YaRN factors, which multiply the context length of a NeoBERT. off: without YaRN. "
+        "Several values are measured one after another.",
         metavar="{off,FLOAT}",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(
@@ -51,24 +51,26 @@ class TextOptions(OptionGroup):
 
     text: str = option(
         help="Texts: a file (jsonl, parquet, csv, tsv, txt), a directory, a glob, or a dataset on "
-        "the Hub (NAME:SUBSET@REVISION).",
+        "the Hub (name:subset@revision).",
+        metavar="NAME",
         affects_results=False,
     )
     column: str = option("text", "Column that contains the texts.", metavar="NAME")
     max_texts: Annotated[int, Meta(ge=1)] = option(
         100,
-        "Maximum number of texts. Texts that reach the largest length are preferred, then longer "
-        "texts.",
+        "Maximum number of texts. Texts that reach the largest length are selected first, then "
+        "the longest of the others.",
     )
     lengths: list[Annotated[int, Meta(ge=1, le=2**31 - 1)]] | None = option(
         None,
-        "Text lengths in tokens, including special tokens. By default "
+        "Lengths to measure, in tokens including special tokens. By default "
         f"{', '.join(map(str, LENGTHS))}, up to the context length of the model.",
     )
     bucketing: Literal["truncate", "full"] = option(
         "truncate",
-        "truncate: measure each text at every length that it reaches, truncated to this length. "
-        "full: measure each text once, at its full length, in the smallest length that holds it.",
+        "Assignment of texts to lengths. truncate: measure each text at every length that it "
+        "reaches, truncated to this length. full: measure each text once, without truncation, and "
+        "assign it to the smallest length that is not shorter.",
     )
 
 
@@ -80,7 +82,7 @@ class SamplingOptions(OptionGroup):
 
     positions: Annotated[int, Meta(ge=1)] | Literal["exact"] = option(
         64,
-        "Number of positions that are sampled in each text, or exact to mask every position.",
+        "Number of positions to mask in each text, sampled at random. exact: mask every position.",
         metavar="{INT,exact}",
     )
     seed: int = option(0, "Random seed of the sampled positions.")

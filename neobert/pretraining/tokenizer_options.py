@@ -24,7 +24,9 @@ class TextOptions(OptionGroup):
         "datasets on the Hub.",
         positional=True,
     )
-    output: str = option(help="Output directory of the tokenizer.", metavar="PATH")
+    output: str = option(
+        help="Output directory of the tokenizer. It must not exist.", metavar="PATH"
+    )
     column: str = option("text", "Column that contains the texts.", metavar="NAME")
     split: str = option("train", "Split of a Hub dataset or a saved dataset.", metavar="NAME")
     max_characters: Annotated[int, Meta(ge=1)] = option(
@@ -39,10 +41,12 @@ class VocabularyOptions(OptionGroup):
     title = "Vocabulary"
 
     vocab_size: Annotated[int, Meta(ge=VOCABULARY_MULTIPLE)] = option(
-        help=f"Number of tokens, rounded up to a multiple of {VOCABULARY_MULTIPLE}."
+        help=f"Vocabulary size, rounded up to a multiple of {VOCABULARY_MULTIPLE}."
     )
     min_frequency: Annotated[int, Meta(ge=1)] = option(
-        2, "Minimum number of occurrences of a character or a token of the vocabulary."
+        2,
+        "Minimum number of occurrences of a character or token. Rarer ones are not added to the "
+        "vocabulary.",
     )
     extend: str | None = option(
         None,
@@ -86,8 +90,8 @@ class TokenizerOptions:
 
 PARSER = OptionParser(
     "neobert tokenizer",
-    "Train a WordPiece tokenizer in the format of BERT's, and compare it with another tokenizer "
-    "on validation texts.",
+    "Train a WordPiece tokenizer in BERT's format, and compare it with another tokenizer on "
+    "validation texts.",
     TokenizerOptions,
     "neobert tokenizer texts.jsonl --output my-tokenizer --vocab-size 32000",
 )

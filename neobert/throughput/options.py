@@ -129,23 +129,26 @@ class WorkloadOptions(OptionGroup):
         help="New directory for throughput.json, throughput.md and the plots.", metavar="PATH"
     )
     preset: Literal["gpu", "cpu", "quick"] | None = option(
-        None, "Defaults of the options below. By default gpu if a GPU is available, else cpu."
+        None,
+        "Set of defaults for the options below; quick is a trial run. By default gpu if a GPU is "
+        "available, else cpu.",
     )
     models: list[Literal[MODELS]] | None = option(None, "Models to compare.")  # type: ignore[valid-type]
     implementations: list[Literal[tuple(IMPLEMENTATIONS)]] | None = option(  # type: ignore[valid-type]
         None, "Attention implementations and batch layouts."
     )
-    sets: list[str] | None = option(None, "Workloads, see above.", metavar="NAME")
+    sets: list[str] | None = option(None, "Workloads, as listed above.", metavar="NAME")
     texts: str | None = option(
         None,
-        "Text file with one text per line, whose lengths are the workload 'texts'.",
+        "Text file with one text per line, for the workload texts.",
         metavar="PATH",
     )
     tokenizer: str | None = option(
         None, "Tokenizer for --texts. By default the bundled one.", metavar="PATH"
     )
     batch: Annotated[int, Meta(ge=1)] | None = option(
-        None, "Batch size in sequences. By default as large as the two limits allow."
+        None,
+        "Batch size in sequences. By default the largest that --max-batch and --max-tokens allow.",
     )
     max_batch: Annotated[int, Meta(ge=1)] | None = option(None, "Maximum batch size in sequences.")
     max_tokens: Annotated[int, Meta(ge=1)] | None = option(
@@ -160,22 +163,29 @@ class MeasurementOptions(OptionGroup):
 
     title = "Measurement"
 
-    device: str | None = option(None, "Device, such as cuda or cpu.", metavar="NAME")
+    device: str | None = option(
+        None,
+        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.",
+        metavar="NAME",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "Precision. By default bfloat16 on GPUs, else float32."
+        None,
+        "Precision of the weights and the computation. By default bfloat16 on GPUs, else float32.",
     )
     threads: Annotated[int, Meta(ge=1)] | None = option(None, "Number of CPU threads.")
-    repeats: Annotated[int, Meta(ge=1)] | None = option(None, "Number of timed repeats.")
+    repeats: Annotated[int, Meta(ge=1)] | None = option(
+        None, "Number of timed repetitions per measurement."
+    )
     warmup: Annotated[int, Meta(ge=1)] | None = option(
-        None, "Number of repeats before the timed ones."
+        None, "Number of repetitions before the timed ones."
     )
     clock: Literal["wall", "processor"] = option(
         "wall",
-        "Clock. processor counts the CPU seconds of this process; use it with --threads 1 on a "
-        "machine with other load.",
+        "Clock of the timing. wall: elapsed time. processor: CPU time of this process, for "
+        "machines with other load; needs --device cpu --threads 1.",
     )
     layers: Annotated[int, Meta(ge=1)] | None = option(
-        None, "Number of layers to keep of every model, for trial runs."
+        None, "Number of layers to keep in every model, for trial runs. By default all."
     )
 
 
@@ -259,12 +269,16 @@ class Plan:
 OPTIONS = {
     "throughput": OptionParser(
         "neobert throughput",
-        """Measure the forward pass of NeoBERT and other encoders in non-padding tokens per second.
+        """Measure the throughput of the forward pass of NeoBERT and other encoders, in non-padding
+tokens per second. The models take turns on every workload.
 
-The models take turns on every workload. Workloads: a number (sequences of that length),
-normal-256 (mean 256, standard deviation 64, 16 to 512), normal-4096 (mean 4,096, standard
-deviation 1,024, 16 to 8,192), short (log-normal lengths), fill-30 (30 % of the tokens of a batch
-are not padding; any percentage), and texts (the lengths of --texts FILE).""",
+Workloads (--sets):
+  512          sequences of 512 tokens, or of any other number
+  normal-256   normal distribution of lengths: mean 256, standard deviation 64, 16 to 512 tokens
+  normal-4096  the same with mean 4,096, standard deviation 1,024, 16 to 8,192 tokens
+  short        log-normal distribution of lengths
+  fill-30      batches in which 30 % of the tokens are not padding, or any other percentage
+  texts        the lengths of the texts in --texts""",
         ThroughputOptions,
         "neobert throughput --preset cpu --output results/throughput_cpu",
     ),

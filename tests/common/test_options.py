@@ -191,7 +191,7 @@ def test_help_has_titles_types_choices_and_defaults():
         "--dropout FLOAT Dropout, 100 % is 1.0.",
         "--long-texts {truncate,windows} Treatment of long texts. (default: truncate)",
         "--compile [{true,false}] Compile the model. (default: false)",
-        "--columns TEXT [TEXT ...] Columns to read. (default: ['text'])",
+        "--columns TEXT [TEXT ...] Columns to read. (default: text)",
         "--weights MAPPING",
         "--for TEXT",
     ):
