@@ -1,0 +1,150 @@
+"""Latency of one text on one CPU thread: PackedEncoder and ONNX Runtime with the same weights.
+
+    python -m benchmarks.latency --output results/latency
+
+Two models are measured: the bundled encoder, and 6 blocks of 768 with random weights, or the
+directory of `--model`. ONNX Runtime runs the graphs of `neobert export onnx`. All engines take
+turns of several calls, and the table shows the median processor time of a call, which other
+processes on the machine hardly change.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from msgspec import Meta
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTModel, PackedEncoder
+from neobert.cli import main as neobert_main
+from neobert.common.commands import guarded
+from neobert.common.constants import TOKENIZER
+from neobert.common.errors import require
+from neobert.common.options import OptionGroup, option
+from neobert.common.tables import markdown_table
+
+from .measuring import ROOT, benchmark
+
+
+BUNDLED = ROOT / "examples" / "sentence-encoder"
+DTYPES = ("float32", "int8", "bfloat16")
+GRAPHS = {"float32": "model.onnx", "int8": "model_quantized.onnx"}
+
+
+@dataclass(frozen=True)
+class LatencyOptions(OptionGroup):
+    """Options of the measurement."""
+
+    title = "Measurement"
+
+    output: str = option(help="Path of the result, without .json and .md.")
+    model: list[str] = option(
+        default_factory=list,
+        help="Directories of the models. By default the bundled encoder and 6 blocks of 768.",
+    )
+    tokens: list[int] = option(
+        default_factory=lambda: [8, 20, 60, 200], help="Sequence lengths in tokens."
+    )
+    turns: Annotated[int, Meta(ge=1)] = option(20, "Number of turns of each engine.")
+    calls: Annotated[int, Meta(ge=1)] = option(8, "Number of measured calls per turn.")
+    threads: Annotated[int, Meta(ge=1, le=1)] = option(1, "Number of CPU threads.")
+
+
+def build_wide(folder: Path) -> Path:
+    """Write a model of 6 blocks of 768 with random weights."""
+    torch.manual_seed(0)
+    config = NeoBERTConfig(num_hidden_layers=6, decoder_init_range=0.04, embedding_init_range=0.2)
+    NeoBERTModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return folder
+
+
+def onnx_call(graph: Path, ids: np.ndarray) -> Callable[[], object]:
+    """Return a function that runs a graph on one text with one thread."""
+    require("onnx", "onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    output = session.get_outputs()[0].name
+    row = ids[None].astype(np.int64)
+    inputs = {"input_ids": row, "attention_mask": np.ones_like(row)}
+    return lambda: session.run([output], inputs)
+
+
+def median_milliseconds(
+    calls: dict[str, Callable[[], object]], turns: int, calls_per_turn: int
+) -> dict[str, float]:
+    """Return the median processor time of each call in milliseconds; the calls take turns."""
+    times: dict[str, list[int]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            # The first call of a turn loads the weights into the caches.
+            call()
+            for _ in range(calls_per_turn):
+                start = time.process_time_ns()
+                call()
+                times[name].append(time.process_time_ns() - start)
+    return {name: statistics.median(values) / 1e6 for name, values in times.items()}
+
+
+def measure_model(options: LatencyOptions, model: str, graphs: Path) -> list[dict[str, Any]]:
+    """Return one row per sequence length, with the times of each engine in milliseconds."""
+    encoders = {dtype: PackedEncoder(model, dtype=dtype, device="cpu") for dtype in DTYPES}
+    generator = np.random.default_rng(0)
+    rows = []
+    for tokens in options.tokens:
+        ids = generator.integers(1000, 20000, tokens).astype(np.int32)
+        calls: dict[str, Callable[[], object]] = {}
+        for dtype, encoder in encoders.items():
+            calls[f"PackedEncoder {dtype}"] = partial(encoder.embed, [ids])
+        for precision, name in GRAPHS.items():
+            calls[f"ONNX Runtime {precision}"] = onnx_call(graphs / "onnx" / name, ids)
+        times = median_milliseconds(calls, options.turns, options.calls)
+        rows.append({"tokens": tokens, **times})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of one model, with the ratios to ONNX Runtime."""
+    lines = []
+    for row in rows:
+        line = {name: f"{value:.2f}" for name, value in row.items() if name != "tokens"}
+        ratios = {
+            f"{dtype} / ONNX Runtime": f"{row[f'PackedEncoder {dtype}'] / row[other]:.2f}"
+            for dtype, other in ((dtype, f"ONNX Runtime {dtype}") for dtype in GRAPHS)
+        }
+        lines.append({"Tokens": str(row["tokens"]), **line, **ratios})
+    return markdown_table([*lines[0]], [[*line.values()] for line in lines])
+
+
+@benchmark("Latency of one text", LatencyOptions)
+def main(options: LatencyOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Measure the latency of one text and write the table."""
+    with tempfile.TemporaryDirectory() as scratch:
+        models = list(options.model) or [str(BUNDLED), str(build_wide(Path(scratch, "768x6")))]
+        data = {}
+        for model in models:
+            name = Path(model).name
+            graphs = Path(scratch, f"{name}-onnx")
+            neobert_main(["export", "onnx", model, str(graphs), "--precisions", "fp32", "int8"])
+            data[name] = measure_model(options, model, graphs)
+
+    page = "Processor time of one call in milliseconds (median), one thread.\n"
+    for name, rows in data.items():
+        page += f"\n## {name}\n\n{table(rows)}\n"
+    return {"models": data}, page, {"packages": ["onnxruntime"], "dtype": "float32, int8, bfloat16"}
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("python -m benchmarks.latency", main))
