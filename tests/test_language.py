@@ -23,7 +23,7 @@ RETIRED = {
     "held-?out set": "validation set",
     "in place of": "instead of",
     "known by": "identified by",
-    "licence": "license",
+    "licen[c]e": "license",
     "real tokens?": "non-padding tokens",
     "so many": "N",
     "stranger'?s?'?": "untrusted",

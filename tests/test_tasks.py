@@ -47,7 +47,7 @@ SMALL = {
         "runs/adapted/model.safetensors",
     ),
     "train a tokenizer": ([[]], "runs/tokenizer/tokenizer.json"),
-    "serve over HTTP": ([[]], "serves"),
+    "serve over HTTP, with the APIs of OpenAI, Cohere and TEI": ([[]], "serves"),
     "export to ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
     "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
     "fine-tune on GLUE's tasks or data of that form": (
@@ -66,14 +66,13 @@ SMALL = {
 }
 # Rows that go as far as their data, which tests cannot fetch, and what they say of it.
 FROM_THE_HUB = {"run MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
-INFINITY = ROOT / ".cache" / "engines" / "infinity" / "bin" / "infinity_emb"
 
 
 def commands(cell):
     """The words of each command line of a cell; an option that stands alone is added to the command
     before it, whose output then has a number."""
     lines = []
-    for text in re.findall(r"`((?:python|neobert|infinity_emb|--).*?)`", cell):
+    for text in re.findall(r"`((?:python|neobert|--).*?)`", cell):
         added = text.startswith("--")
         words = shlex.split(f"{lines[0]} {text}" if added else text)
         if added:
@@ -164,24 +163,18 @@ def clone(bundled, tmp_path):
     return tmp_path
 
 
-def test_serving_says_how_its_environment_is_made():
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    (words,) = commands(ROWS["serve over HTTP"])
-    line = " ".join(words).replace("ENCODER", "examples/sentence-encoder")
-    assert f"infinity/bin/{line}" in page and "infinity/bin/pip install" in page
-
-
 def serve(words, clone):
-    """Starts the server, asks it for a vector and ends it."""
+    """Start the server, request an embedding and end the server."""
     address = f"http://127.0.0.1:{(port := free_port())}"
-    asked = json.dumps({"model": "examples/sentence-encoder", "input": ["a text"]}).encode()
+    body = json.dumps({"model": "sentence-encoder", "input": ["a text"]}).encode()
     request = urllib.request.Request(
-        f"{address}/embeddings", asked, {"Content-Type": "application/json"}
+        f"{address}/v1/embeddings", body, {"Content-Type": "application/json"}
     )
-    with server([INFINITY, *words[1:], "--port", port], f"{address}/health", clone / "log"):
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            vector = json.load(answer)["data"][0]["embedding"]
-    assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-3)
+    command = [sys.executable, "-m", *words, "--port", port]
+    with server(command, f"{address}/health", clone / "log"):
+        with urllib.request.urlopen(request, timeout=30) as response:
+            embedding = json.load(response)["data"][0]["embedding"]
+    assert sum(x * x for x in embedding) == pytest.approx(1, abs=1e-3)
     return "serves"
 
 
@@ -198,9 +191,9 @@ def test_row(task, clone, environment, monkeypatch):
     places = {"ENCODER": "examples/sentence-encoder", "MLM": "runs/demo"}
     for words, more in zip(lines, options):
         words = [places.get(word, word) for word in words]
-        if words[0] == "infinity_emb":
-            if not INFINITY.exists():
-                pytest.skip("infinity is not installed: make test-serving")
+        if words[:2] == ["neobert", "serve"]:
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
             printed = serve(words, clone)
             continue
         start = {"python": [sys.executable], "neobert": [sys.executable, "-m", "neobert"]}
