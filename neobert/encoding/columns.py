@@ -109,9 +109,7 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
         ) from error
 
 
-def inferred_types(
-    files: Sequence[data.File], names: Sequence[str]
-) -> dict[str, pyarrow.DataType]:
+def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str, pyarrow.DataType]:
     """Return the Arrow types of columns of JSON, CSV or TSV files; string if no other type fits.
 
     Complete files are read, in the order of their names, until there are `_INFERENCE_ROWS` rows. So
