@@ -89,7 +89,8 @@ class Shard:
     def owns(self, file: int, part: int, files: int) -> bool:
         """Return whether a part belongs to this shard.
 
-        Each process reads its files from the beginning. If there are many files, whole files are distributed.
+        Each process reads its files from the beginning. If there are many files, whole files are
+        distributed.
 
         Args:
             file: Index of the file.
