@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "e58f9a6d"
+VERSION = "b7ce630c"
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

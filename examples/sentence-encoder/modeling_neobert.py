@@ -50,7 +50,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "e58f9a6d"
+VERSION = "b7ce630c"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "

@@ -5,6 +5,7 @@ compiled.
 """
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkey
 def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
     calls = count_compiled_calls(monkeypatch)
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
-        context.setattr(pretrain, "_finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        context.setattr(pretrain.Pretraining, "save", Mock(side_effect=KeyboardInterrupt))
         run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2))
     assert not calls
     run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2, compile="true"))
