@@ -9,6 +9,7 @@ or names, floats for regression, or rows of 0 and 1 for several labels per text.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +228,12 @@ def bootstrap_error(metric: Metric, labels: np.ndarray, predictions: np.ndarray)
     """Return the standard deviation of a metric over bootstrap samples of the rows."""
     generator = np.random.default_rng(0)
     values = []
-    for _ in range(BOOTSTRAP_SAMPLES):
-        rows = generator.integers(len(labels), size=len(labels))
-        values.append(metric(labels[rows], predictions[rows]))
+    with warnings.catch_warnings():
+        # A sample of few rows may contain a single label.
+        warnings.filterwarnings("ignore", message="A single label was found")
+        for _ in range(BOOTSTRAP_SAMPLES):
+            rows = generator.integers(len(labels), size=len(labels))
+            values.append(metric(labels[rows], predictions[rows]))
     return float(np.std(values, ddof=1))
 
 

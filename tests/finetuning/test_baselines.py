@@ -183,3 +183,9 @@ def test_a_run_is_compared_with_its_baselines(world, tmp_path, caplog):
     assert "does not beat the baseline" in caplog.text
     page = (tmp_path / "table.md").read_text()
     assert "| TF-IDF |" in page and f"{100 * score:.1f} ± " in page
+
+
+def test_samples_with_a_single_label_do_not_warn(recwarn):
+    labels = np.array([0, 1, 1])
+    baselines.bootstrap_error(baselines.METRICS["matthews"], labels, labels)
+    assert not recwarn.list
