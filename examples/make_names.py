@@ -15,8 +15,7 @@ import re
 from pathlib import Path
 
 from benchmarks.local_text import WORDNET, split_gloss
-from neobert.common.folders import check_new
-from neobert.common.scripts import run_script
+from neobert.scripts import check_new, run_script
 
 
 # Lexicographer files of WordNet (lexnames(5)) that contain names: groups, places, natural objects

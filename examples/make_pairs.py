@@ -11,8 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from neobert.common.folders import check_new
-from neobert.common.scripts import run_script
+from neobert.scripts import check_new, run_script
 
 
 def main(argv=None):

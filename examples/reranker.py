@@ -19,10 +19,7 @@ from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import set_seed
 
 from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
-from neobert.common.errors import UserError
-from neobert.common.folders import check_new
-from neobert.common.loading import check_model
-from neobert.common.scripts import load_rows, run_script
+from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -31,9 +31,7 @@ from sentence_transformers.util import quantize_embeddings
 
 import neobert  # noqa: F401  registers NeoBERT in transformers
 from neobert.common.data import rows
-from neobert.common.errors import UserError
-from neobert.common.loading import check_model
-from neobert.common.scripts import load_rows, run_script
+from neobert.scripts import UserError, check_model, load_rows, run_script
 
 
 # Weight of the encoder's scores; BM25 has the rest. It was chosen on other texts than those of

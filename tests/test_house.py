@@ -11,7 +11,7 @@ from helpers.paths import ROOT
 
 # From the top down; a room may import those after it.
 ROOMS = (
-    *("__main__", "cli", "serving", "throughput", "export", "pretraining"),
+    *("__main__", "cli", "scripts", "serving", "throughput", "export", "pretraining"),
     *("prediction", "finetuning"),
     *("contrastive", "distillation", "evaluation", "encoding", "embeddings"),
     *("conversion", "training", "quantization", "__init__", "common", "_registration"),
