@@ -13,5 +13,5 @@ TOKENIZER = _BUNDLED / "tokenizer"
 RECIPES = _BUNDLED / "recipes"
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
-# Tokens of a batch of an encoder where none are given; on the CPU more leave the caches.
+# Default number of tokens per batch of an encoder. On the CPU, a larger batch exceeds the caches.
 CUDA_TOKENS, CPU_TOKENS = 65536, 3072

@@ -216,8 +216,9 @@ class Folder:
         Manifest.from_json(manifest, path).check_settings(settings, path)
         if (part["file"], part["size"]) != (file.name, file.size):
             raise UserError(
-                f"{path} was made of {part['file']} of {part['size']:,} bytes, but {file.url} has "
-                f"{file.size:,}. Remove the parts of this file, or put new texts into a new file."
+                f"{path} contains the embeddings of {part['file']} with {part['size']:,} bytes, "
+                f"but {file.url} has {file.size:,}. Remove the parts of this "
+                "file, or put new texts into a new file."
             )
         truncation = Truncation(**part.pop("truncation"))
         return Part(**part, truncation=truncation, embeddings=rows)

@@ -398,11 +398,7 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap is kept
 
 
-def train(
-    trainer: RunTrainer,
-    keep_every: int = 0,
-    on_resume: Callable[[Path], object] | None = None,
-) -> None:
+def train(trainer: RunTrainer, keep_every: int = 0) -> None:
     """Train from the newest readable checkpoint in the trainer's output directory.
 
     All processes of the run must call this function.
@@ -411,8 +407,6 @@ def train(
         trainer: Trainer of the run.
         keep_every: Number of steps between two checkpoints that are kept beside the newest
             `save_total_limit`; 0 for none.
-        on_resume: Function that is called with the checkpoint if there is one, by default
-            `trainer.on_resume`.
 
     Raises:
         Stopped: If SIGTERM was received. The caller must not write its result.
@@ -430,7 +424,7 @@ def train(
     if args.device.type == "cpu":
         keep_freed_memory()
     if checkpoint is not None:
-        (on_resume or trainer.on_resume)(checkpoint)
+        trainer.on_resume(checkpoint)
 
     # Trainer itself would remove old checkpoints before all processes have written the new one.
     run = _Run(args.save_total_limit, keep_every)

@@ -108,7 +108,8 @@ def describe_run(
         steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
         epochs = state.max_steps / steps_per_epoch
     if epochs is not None:
-        parts.append(f"{epochs:.3g} epochs")
+        count = f"{epochs:.3g}"
+        parts.append(f"{count} epoch" if count == "1" else f"{count} epochs")
 
     dataset = getattr(train_dataloader, "dataset", None)
     if sequences is None and dataset is not None and has_length(dataset):

@@ -179,7 +179,7 @@ def test_a_run_is_compared_with_its_baselines(world, tmp_path, caplog):
     assert tfidf["value"] > 0.9, "one word decides this task"
     score = result["score"]
     assert result["standard_error"] == pytest.approx(math.sqrt(score * (1 - score) / 40))
-    assert "Training: 9 steps, 1 epochs, 144 sequences, learning rate 1e-12" in caplog.text
+    assert "Training: 9 steps, 1 epoch, 144 sequences, learning rate 1e-12" in caplog.text
     assert "does not beat the baseline" in caplog.text
     page = (tmp_path / "table.md").read_text()
     assert "| TF-IDF |" in page and f"{100 * score:.1f} ± " in page

@@ -67,6 +67,13 @@ def test_the_size_of_the_run_and_its_time_are_logged(tmp_path, caplog):
     assert len(messages) == 2
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [(1, "1 epoch,"), (1.5, "1.5 epochs,")])
+def test_one_epoch_is_singular(tmp_path, caplog, epochs, expected):
+    caplog.set_level(logging.INFO, "neobert")
+    train(tmp_path, RunReport(epochs=epochs), max_steps=2)
+    assert f"Training: 2 steps, {expected}" in caplog.text
+
+
 def test_a_number_of_sequences_replaces_the_length_of_the_dataset(tmp_path, caplog):
     caplog.set_level(logging.INFO, "neobert")
     train(tmp_path, RunReport(sequences=1234567), max_steps=3)
