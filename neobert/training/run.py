@@ -8,6 +8,7 @@ content of result.json. Both are called only after the output directory has been
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,9 +72,11 @@ def run_once(
         logger.info("%s: the run has already finished. Nothing is written.", output.folder)
     else:
         with claim(output):
-            # Another process may have finished the run since the first look.
+            # Another process may have finished the run since the first look. Trainer and DeepSpeed
+            # print their progress, but stdout is for results.
             if on_main(output.state) != "finished":
-                _train_and_save(output, build, save, keep_every)
+                with contextlib.redirect_stdout(sys.stderr):
+                    _train_and_save(output, build, save, keep_every)
 
     # A process may have been killed between the last file and the removal of the checkpoints.
     if checkpoint_folder is not None and is_main():
