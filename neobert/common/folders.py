@@ -80,7 +80,7 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     """
     check_new(output)
     target = Path(os.path.realpath(output))
-    temporary = target.with_name(f".{target.name}.tmp")
+    temporary = _temporary_folder(output)
     with locked(temporary):
         try:
             folder = temporary / "new"
@@ -94,6 +94,16 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             os.rename(folder, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftover(output: str | Path) -> None:
+    """Remove the temporary directory of a process that was killed after it had renamed `output`."""
+    shutil.rmtree(_temporary_folder(output), ignore_errors=True)
+
+
+def _temporary_folder(output: str | Path) -> Path:
+    target = Path(os.path.realpath(output))
+    return target.with_name(f".{target.name}.tmp")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
-from ..common.folders import new_folder
+from ..common.folders import new_folder, remove_leftover
 from ..common.output import differences
 from .sources import Source, load_rows, source_key
 
@@ -91,6 +91,7 @@ def prepare_dataset(
             raise UserError(
                 f"{path} was prepared with other settings ({changes}). Choose another `--prepared`."
             )
+        remove_leftover(path)
         return summary
 
     id_type = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()

@@ -13,7 +13,13 @@ import sys
 import pytest
 
 from neobert.common.errors import UserError
-from neobert.common.folders import check_disjoint, check_new, new_file, new_folder
+from neobert.common.folders import (
+    check_disjoint,
+    check_new,
+    new_file,
+    new_folder,
+    remove_leftover,
+)
 
 
 def everything(folder):
@@ -164,3 +170,15 @@ def test_inputs_and_outputs_are_disjoint(tmp_path, output, refused):
         return check_disjoint(tmp_path / output, tmp_path / "in")
     with pytest.raises(UserError, match="must not contain each other"):
         check_disjoint(tmp_path / output, tmp_path / "other", tmp_path / "in")
+
+
+def test_a_leftover_of_a_complete_directory_is_removed(tmp_path):
+    """A process that is killed after the rename leaves its lock file."""
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+    leftover = tmp_path / ".out.tmp"
+    leftover.mkdir()
+    (leftover / ".lock").touch()
+    remove_leftover(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "x"
