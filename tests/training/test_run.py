@@ -62,6 +62,12 @@ def test_a_finished_run_is_returned_and_not_repeated(tmp_path):
         run_once(Output(tmp_path, "test", {"seed": 4}), unexpected, unexpected)
 
 
+def test_progress_is_not_printed_to_stdout(tmp_path, capsys):
+    train(tmp_path, At(3, lambda: print("a log record")))
+    captured = capsys.readouterr()
+    assert captured.out == "" and "a log record" in captured.err
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     _, whole = train(tmp_path / "whole")
 
