@@ -34,7 +34,7 @@ logger = logging.getLogger("neobert.conversion")
 
 
 def convert_checkpoint(
-    checkpoint: str | Path,
+    source: str | Path,
     output: str | Path,
     *,
     config: str | Path | None = None,
@@ -50,10 +50,10 @@ def convert_checkpoint(
     """Convert a raw training checkpoint to a folder for the Hugging Face Hub.
 
     Args:
-        checkpoint: File, directory of a step, or directory of a run of DeepSpeed, FSDP,
+        source: File, directory of a step, or directory of a run of DeepSpeed, FSDP,
             accelerate, Trainer, DDP or plain torch.
         output: Directory to write. It must not exist.
-        config: File with the configuration; by default the one beside the checkpoint.
+        config: File with the configuration; by default the one beside the weights.
         step: Step of a run; by default the latest.
         head: Type of the model's head; by default that of the checkpoint.
         tokenizer: Directory of the tokenizer, or "none".
@@ -70,8 +70,8 @@ def convert_checkpoint(
         >>> from neobert import convert_checkpoint
         >>> convert_checkpoint("examples/checkpoint", "runs/converted")  # doctest: +SKIP
     """
-    source = CheckpointOptions(
-        checkpoint=str(checkpoint),
+    checkpoint = CheckpointOptions(
+        checkpoint=str(source),
         output=str(output),
         config=None if config is None else str(config),
         step=step,
@@ -86,7 +86,7 @@ def convert_checkpoint(
         license=license,
         base_model=base_model,
     )
-    convert(ConvertOptions(source, folder))
+    convert(ConvertOptions(checkpoint, folder))
 
 
 def convert(options: ConvertOptions) -> None:
