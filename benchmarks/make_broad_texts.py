@@ -41,7 +41,7 @@ SENTENCE_END = r"(?<!Mr|Dr|St)(?<!Mrs|Rev)(?<!\b[A-Z])[.!?][\"')]?(?=\s|$)"
 COMMON = set(
     "the of and to a in is it you for that on with as are be or by not this his was".split()
 )
-# How a word is asked for whose text tells what it is.
+# Queries for a word whose text is its definition.
 ASKED = (
     "what is {}?",
     "What does {} mean?",
