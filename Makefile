@@ -15,7 +15,7 @@ export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "%-16s %s\n", $$1, $$2}'
 
-.PHONY: help demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
+.PHONY: help demo encoder-wheel test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
 
 demo: $(VENV)/.demo  ## Set up, convert the bundled checkpoint, fill masks, compare sentences
 	$(BIN)/python examples/demo.py
@@ -79,6 +79,9 @@ test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(
 
 test-server: $(VENV)/.test $(ENGINES)/server/.ready  ## Run `neobert serve` with the clients of other projects and under load
 	$(BIN)/python -m pytest tests/serving
+
+encoder-wheel: $(VENV)/.test  ## Build the wheel neobert-sentence-encoder in dist/
+	$(BIN)/python packages/sentence-encoder/build_wheel.py
 
 browser: $(VENV)/.test $(ENGINES)/node/.ready  ## Build the page of examples/browser
 	rm -rf examples/browser/site

@@ -1,0 +1,111 @@
+"""Sentence embeddings for English on the CPU, with the model in the package.
+
+Examples:
+    >>> from neobert_sentence_encoder import encode
+    >>> encode(["an eagle", "a violin"]).shape
+    (2, 384)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+    from sentence_transformers import SentenceTransformer
+    from tokenizers import Tokenizer
+
+__all__ = ["DIMENSION", "MAX_LENGTH", "MODEL_FOLDER", "encode", "load"]
+
+# Directory of the model in the format of sentence-transformers, with an int8 ONNX graph.
+MODEL_FOLDER = Path(__file__).parent / "model"
+DIMENSION = 384
+# Maximum number of tokens of a text; the rest is ignored.
+MAX_LENGTH = 256
+
+
+def encode(sentences: str | Sequence[str], batch_size: int = 32) -> np.ndarray:
+    """Compute the embeddings of texts with ONNX Runtime.
+
+    Args:
+        sentences: A text or several texts.
+        batch_size: Maximum number of texts that are computed at once.
+
+    Returns:
+        Embeddings of length 1 as float32, of shape (len(sentences), 384), or (384,) for one text.
+
+    Raises:
+        TypeError: If `sentences` contains something else than texts.
+    """
+    if isinstance(sentences, str):
+        return encode([sentences], batch_size)[0]
+    texts = list(sentences)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"`sentences` must contain strings, got {type(text).__name__}.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+
+    encodings = _tokenizer().encode_batch(texts)
+    embeddings = np.empty((len(texts), DIMENSION), np.float32)
+    # Texts of similar length are computed together, so that little padding is needed.
+    order = sorted(range(len(texts)), key=lambda number: len(encodings[number].ids))
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        length = len(encodings[numbers[-1]].ids)
+        token_ids = np.zeros((len(numbers), length), np.int64)
+        mask = np.zeros_like(token_ids)
+        for row, number in enumerate(numbers):
+            ids = encodings[number].ids
+            token_ids[row, : len(ids)] = ids
+            mask[row, : len(ids)] = 1
+        inputs: dict[str, Any] = {"input_ids": token_ids, "attention_mask": mask}
+        (embeddings[numbers],) = _session().run(["sentence_embedding"], inputs)
+    return embeddings
+
+
+def load(device: str = "cpu") -> SentenceTransformer:
+    """Load the model with sentence-transformers; it runs the model code in this package.
+
+    Args:
+        device: Device of the model.
+
+    Raises:
+        ImportError: If sentence-transformers is not installed.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise ImportError(
+            "`load` needs sentence-transformers. Run `pip install "
+            "'neobert-sentence-encoder[torch]'`, or use `encode`."
+        ) from error
+
+    options = {"trust_remote_code": True, "local_files_only": True}
+    return SentenceTransformer(str(MODEL_FOLDER), device=device, **options)
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    """Return the tokenizer, which truncates texts and does not pad them."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
+    tokenizer.enable_truncation(MAX_LENGTH)
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@functools.cache
+def _session() -> InferenceSession:
+    """Return the session of ONNX Runtime."""
+    from onnxruntime import InferenceSession
+
+    graph = MODEL_FOLDER / "model_int8.onnx"
+    return InferenceSession(str(graph), providers=["CPUExecutionProvider"])

@@ -1,0 +1,127 @@
+"""The wheel `neobert-sentence-encoder`: its content, and both of its ways to compute embeddings."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+
+import numpy as np
+import pytest
+from helpers.paths import ROOT
+
+
+PACKAGE = ROOT / "packages" / "sentence-encoder"
+ENCODER = ROOT / "examples" / "sentence-encoder"
+MODEL_FILES = {
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    "attention_neobert.py",
+    "config.json",
+    "config_sentence_transformers.json",
+    "configuration_neobert.py",
+    "model.safetensors",
+    "model_int8.onnx",
+    "modeling_neobert.py",
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+ENCODE = """
+import json, sys
+import numpy as np
+from neobert_sentence_encoder import encode
+
+texts = json.load(open(sys.argv[1]))
+embeddings = encode(texts, batch_size=16)
+alone = np.stack([encode(text) for text in texts[:8]])
+assert np.abs(alone - embeddings[:8]).max() < 1e-5, "a batch changes the embedding of a text"
+assert encode([]).shape == (0, 384)
+assert not {"torch", "transformers"} & set(sys.modules)
+try:
+    encode([None])
+except TypeError as error:
+    assert "must contain strings, got NoneType" in str(error)
+else:
+    raise AssertionError("None is not a text")
+np.save(sys.argv[2], embeddings)
+"""
+LOAD = """
+import json, sys
+import numpy as np
+
+sys.path.insert(0, sys.argv[3])
+from neobert_sentence_encoder import load
+
+np.save(sys.argv[2], load().encode(json.load(open(sys.argv[1])), show_progress_bar=False))
+"""
+# Nothing may be downloaded.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+
+
+def run(python, code, *arguments):
+    environment = {**os.environ, **OFFLINE}
+    command = [str(python), "-c", code, *map(str, arguments)]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=arguments[1].parent
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    output = tmp_path_factory.mktemp("wheel")
+    script = PACKAGE / "build_wheel.py"
+    subprocess.run([sys.executable, script, "--output", output], check=True)
+    (path,) = output.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_the_wheel_is_small_and_complete(wheel):
+    assert wheel.stat().st_size < 30e6
+    names = zipfile.ZipFile(wheel).namelist()
+    package = "neobert_sentence_encoder/"
+    expected = {f"{package}model/{name}" for name in MODEL_FILES}
+    expected |= {f"{package}__init__.py", f"{package}py.typed"}
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    with zipfile.ZipFile(wheel) as file:
+        for name in ("model.safetensors", "modeling_neobert.py"):
+            assert file.read(f"{package}model/{name}") == (ENCODER / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_both_forms_agree_without_a_network(wheel, tmp_path):
+    """`encode` runs in an environment without torch, `load` in this one."""
+    lines = (ROOT / "examples" / "definitions.tsv").read_text().splitlines()
+    texts = [line.split("\t")[1] for line in lines[:: len(lines) // 50]]
+    texts += ["", "a", "long " * 700]
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    venv.create(tmp_path / "bare", with_pip=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
+
+    run(python, ENCODE, tmp_path / "texts.json", tmp_path / "int8.npy")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    folder = tmp_path / "unpacked"
+    run(sys.executable, LOAD, tmp_path / "texts.json", tmp_path / "torch.npy", folder)
+
+    int8 = np.load(tmp_path / "int8.npy")
+    torch = np.load(tmp_path / "torch.npy")
+    assert int8.shape == torch.shape == (len(texts), 384)
+    np.testing.assert_allclose(np.linalg.norm(int8, axis=1), 1, atol=1e-5)
+    cosines = (int8 * torch).sum(1)
+    assert cosines.mean() > 0.999 and cosines.min() > 0.998
+
+
+def test_the_readme_names_what_the_module_has():
+    module = (PACKAGE / "neobert_sentence_encoder" / "__init__.py").read_text()
+    readme = (PACKAGE / "README.md").read_text()
+    config = json.loads((ENCODER / "config.json").read_text())
+    settings = json.loads((ENCODER / "sentence_bert_config.json").read_text())
+    assert f"DIMENSION = {config['hidden_size']}" in module
+    assert f"MAX_LENGTH = {settings['max_seq_length']}" in module
+    assert f"{config['num_hidden_layers']} layers of {config['hidden_size']}" in readme
+    assert f"first {settings['max_seq_length']} tokens" in readme
