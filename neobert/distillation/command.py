@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -49,11 +50,16 @@ from .student import (
     starts_from_teacher,
     take_embeddings,
 )
+from .transfer import equal_lengths, initialize_blocks, teacher_layers
 
 
 logger = logging.getLogger("neobert.distillation")
 
 RESULT = "figures.json"
+# Largest number of texts that --init-from-teacher uses, and of their tokens. The hidden states of
+# all of them are in memory.
+TRANSFER_TEXTS = 50_000
+TRANSFER_TOKENS = 300_000
 # A useless student had a mean cosine of 0.18 with its teacher, useful ones 0.76 to 0.88.
 LOW_COSINE = 0.5
 
@@ -208,6 +214,8 @@ class Distillation:
         has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
         student_options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
         student = build_student(model, student_options, encoder, teacher.embedding_dimension)
+        if model.init_from_teacher:
+            self._transfer_blocks(student, teacher)
         with training.main_process_first(desc="teacher embeddings"):
             embeddings, sets, table = embed_texts(
                 self.options, has_teacher_start, self.texts, teacher
@@ -220,6 +228,50 @@ class Distillation:
             # The evaluation is deterministic, so that a resumed run compares with the same start.
             self._evaluate_before(encoder, student)
         return self._trainer(student, embeddings)
+
+    def _transfer_blocks(self, student: SentenceTransformer, teacher: PackedEncoder) -> None:
+        """Initialize the student from layers of the teacher.
+
+        The result is stored in the work directory, so that a resumed run does not repeat it.
+        """
+        options = self.options
+        model = options.model
+        # The precision of the blocks does not depend on that of the teacher's embeddings.
+        exact_teacher = load_sentence_transformer(
+            model.teacher, self.training.device, trust_remote_code=model.trust_remote_code
+        )
+        layers = teacher_layers(student, exact_teacher, model.teacher_layers)
+        student_model: Any = student[0].auto_model
+        settings = [
+            model_digest(model.teacher),
+            repr(layers.numbers),
+            student_model.config.to_json_string(),
+            options.student.embedding_dtype,
+            f"{model.transfer_steps} {options.student.max_length} {self.training.bf16}",
+        ]
+        texts = self.texts.train
+        name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
+        path = options.work_folder / "vectors" / name
+
+        with self.training.main_process_first(desc="block-wise transfer"):
+            if not path.is_file():
+                tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])
+                batches = [
+                    batch.to(self.training.device)
+                    for batch in equal_lengths(tokens, TRANSFER_TOKENS)
+                ]
+                initialize_blocks(
+                    student_model.to(self.training.device),
+                    layers,
+                    batches,
+                    model.transfer_steps,
+                    STORED_AS[options.student.embedding_dtype],
+                    self.training.bf16,
+                )
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with new_file(path) as file:
+                    file.write(save(student_model.to("cpu").state_dict()))
+        student_model.to("cpu").load_state_dict(load_file(path))
 
     def _read_data(self) -> None:
         data = self.options.data

@@ -38,6 +38,19 @@ class ModelOptions(OptionGroup):
         help="Fields of NeoBERTConfig for a new student, which has the vocabulary of the teacher. "
         "By default the student has half of the teacher's layers and its hidden size.",
     )
+    init_from_teacher: bool = option(
+        False,
+        "Initialize the blocks of a new student from layers of the teacher, one after the other. "
+        "The teacher must be a BERT with the hidden size and the number of heads of the student.",
+    )
+    teacher_layers: list[Annotated[int, Meta(ge=0)]] = option(
+        default_factory=list,
+        help="Layers of the teacher for --init-from-teacher, counted from 0, one per block of the "
+        "student. By default the lowest and the highest ones, such as 0 1 4 5 of 6.",
+    )
+    transfer_steps: Annotated[int, Meta(ge=0)] = option(
+        400, "Training steps of each block for --init-from-teacher, of 2,048 tokens each."
+    )
     teacher_dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "float32",
         "Precision of the teacher. auto may choose another one when a run is resumed.",
@@ -54,6 +67,13 @@ class ModelOptions(OptionGroup):
                 "`model_config` describes a new student, but `init_from` names an existing one. "
                 "Remove one of them."
             )
+        if self.init_from_teacher and self.init_from:
+            raise UserError(
+                "`init_from_teacher` initializes a new student, but `init_from` names an existing "
+                "one. Remove one of them."
+            )
+        if self.teacher_layers and not self.init_from_teacher:
+            raise UserError("`teacher_layers` has no effect without --init-from-teacher. Pass it.")
         check_model_fields(self.model_config, "model_config")
 
 
@@ -181,6 +201,13 @@ class DistillOptions:
     loss: LossOptions = LossOptions()
     card: CardOptions = CardOptions()
     trainer: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.model.init_from_teacher and self.student.embeddings_from_teacher:
+            raise UserError(
+                "`embeddings_from_teacher` and `init_from_teacher` initialize the token embeddings "
+                "in different ways. Pass one of them."
+            )
 
     @property
     def work_folder(self) -> Path:

@@ -157,7 +157,7 @@ def starts_from_teacher(
     """Return whether the student's token embeddings are initialized from the teacher."""
     if options.embeddings_from_teacher is not None:
         return options.embeddings_from_teacher
-    if model.init_from:
+    if model.init_from or model.init_from_teacher:
         return False
     if not model.model_config:
         return True

@@ -1,0 +1,558 @@
+"""Block-wise transfer: initialize the blocks of a student from layers of a BERT teacher.
+
+A BERT layer has LayerNorm behind each residual connection, biases, GELU and learned positions; a
+NeoBERT block has RMSNorm in front, no biases, SwiGLU and RoPE. No formula maps the weights of one
+onto the other. Here, the teacher and the student run on the same texts, and the blocks are
+initialized one after the other, in the order of a forward pass:
+
+1. Each matrix is the ridge regression of what the teacher computes at that place on what the
+   student computes there, so that a matrix corrects the errors of those before it.
+2. Queries and keys are trained to give the attention probabilities of the teacher, because RoPE has
+   to replace the learned positions.
+3. The block is trained to give the hidden states of the teacher, per token.
+
+Nothing is back-propagated through more than one block.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sentence_transformers import SentenceTransformer
+from torch import nn
+
+from ..common.errors import UserError
+from ..modeling_neobert import rotary_embeddings
+
+
+logger = logging.getLogger("neobert.distillation")
+
+# GELU(z) is approximately z * sigmoid(1.702 z) = silu(1.702 z) / 1.702 (arXiv 1606.08415).
+GELU_SLOPE = 1.702
+# Ridge penalty, relative to the mean square of an input.
+RIDGE = 1e-3
+# Tokens by which the matrices are fitted, and of a training step.
+FITTED_TOKENS = 60_000
+BATCH_TOKENS = 2_048
+# Learning rates relative to the root mean square of a matrix.
+ATTENTION_RATE = 0.05
+BLOCK_RATE = 0.025
+# Number of positions over which the input embedding of a token is averaged.
+POSITIONS = 40
+# Smallest variance of a coordinate, relative to the mean variance of all. A teacher may have
+# coordinates that are constant.
+SMALLEST_VARIANCE = 0.05
+
+# One tensor (B, L, D) per batch of texts of equal length.
+Batches = list[torch.Tensor]
+
+
+def choose_layers(count: int, kept: int) -> list[int]:
+    """Return the layers of a teacher that a student of fewer blocks starts from.
+
+    These are the lowest and the highest ones: all-MiniLM-L6-v2 with layers 0, 1, 4 and 5 retrieves
+    nearly as well as with all six, and with layers 0 to 3 worse than without layers.
+
+    Args:
+        count: Number of layers of the teacher.
+        kept: Number of blocks of the student.
+
+    Raises:
+        UserError: If the student has more blocks than the teacher has layers.
+    """
+    if kept > count:
+        raise UserError(
+            f"`num_hidden_layers` of the student must be at most {count}, the number of layers of "
+            f"the teacher, got {kept}. Change `model_config`, or remove --init-from-teacher."
+        )
+    lowest = (kept + 1) // 2
+    return [*range(lowest), *range(count - kept + lowest, count)]
+
+
+class TeacherLayers:
+    """BERT teacher of which some layers are kept.
+
+    Args:
+        teacher: Sentence encoder whose transformer is a BERT.
+        layers: Layers to keep, counted from 0.
+
+    Raises:
+        UserError: If the teacher is not a BERT with learned positions, or has no such layers.
+    """
+
+    def __init__(self, teacher: SentenceTransformer, layers: Sequence[int]) -> None:
+        model: Any = teacher[0].auto_model
+        config = model.config
+        positions = getattr(config, "position_embedding_type", "absolute")
+        if config.model_type != "bert" or positions != "absolute" or config.hidden_act != "gelu":
+            raise UserError(
+                "--init-from-teacher needs a BERT teacher with GELU and learned positions, got "
+                f"{config.model_type} with {config.hidden_act} and {positions} positions. Remove "
+                "--init-from-teacher."
+            )
+        count = config.num_hidden_layers
+        if not layers or not all(0 <= layer < count for layer in layers):
+            raise UserError(
+                f"`teacher_layers` must be between 0 and {count - 1}, got {list(layers)}."
+            )
+        self.config = config
+        self.numbers = list(layers)
+        self.embeddings = model.embeddings
+        self.layers: list[Any] = [model.encoder.layer[layer] for layer in layers]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states in front of the first layer, (B, L, D)."""
+        return self.embeddings(input_ids=token_ids)
+
+    def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states behind a layer, (B, L, D)."""
+        attended = hidden + self.attention(layer, hidden)
+        attended = layer.attention.output.LayerNorm(attended)
+        inner = F.gelu(layer.intermediate.dense(attended))
+        return layer.output.LayerNorm(attended + layer.output.dense(inner))
+
+    def attention_logits(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the scaled products of queries and keys of a layer, (B, H, L, L)."""
+        query = self._split(layer.attention.self.query(hidden))
+        key = self._split(layer.attention.self.key(hidden))
+        return query @ key.mT * query.shape[-1] ** -0.5
+
+    def attention(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of the self-attention of a layer before the residual, (B, L, D)."""
+        probabilities = self.attention_logits(layer, hidden).softmax(-1)
+        value = self._split(layer.attention.self.value(hidden))
+        return layer.attention.output.dense(_merge(probabilities @ value))
+
+    def _split(self, states: torch.Tensor) -> torch.Tensor:
+        """Split (B, L, D) into heads, (B, H, L, K)."""
+        return states.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
+
+    def token_table(self) -> torch.Tensor:
+        """Return the input embeddings of all tokens, averaged over positions, (V, D)."""
+        words = self.embeddings.word_embeddings.weight
+        words = words + self.embeddings.token_type_embeddings.weight[0]
+        count = min(POSITIONS, len(self.embeddings.position_embeddings.weight))
+
+        total = torch.zeros_like(words)
+        for position in self.embeddings.position_embeddings.weight[:count]:
+            total += self.embeddings.LayerNorm(words + position)
+        return total / count
+
+
+def teacher_layers(
+    student: SentenceTransformer, teacher: SentenceTransformer, layers: Sequence[int]
+) -> TeacherLayers:
+    """Return the layers of the teacher that a student starts from.
+
+    Args:
+        student: Student, a NeoBERT.
+        teacher: Teacher.
+        layers: Layers of the teacher, counted from 0; by default those of `choose_layers`.
+
+    Raises:
+        UserError: If the teacher is not a BERT, or student and teacher do not fit together.
+    """
+    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+        raise UserError("--init-from-teacher needs a student with the vocabulary of the teacher.")
+    expected, pooling = (
+        str(getattr(model[1], "pooling_mode", None)) for model in (teacher, student)
+    )
+    if pooling != expected:
+        raise UserError(
+            f"`pooling` must be {expected}, that of the teacher, for --init-from-teacher, got "
+            f"{pooling}. Pass --pooling {expected}."
+        )
+    student_model: Any = student[0].auto_model
+    teacher_model: Any = teacher[0].auto_model
+    if not layers:
+        block_count = student_model.config.num_hidden_layers
+        layers = choose_layers(teacher_model.config.num_hidden_layers, block_count)
+    kept = TeacherLayers(teacher, layers)
+    check_student(student_model, kept)
+    return kept
+
+
+def check_student(student: nn.Module, teacher: TeacherLayers) -> None:
+    """Raise UserError if the sizes of a student do not allow `initialize_blocks`.
+
+    Args:
+        student: `NeoBERTModel`.
+        teacher: Layers of the teacher.
+    """
+    config: Any = student.config
+    for name in ("hidden_size", "num_attention_heads"):
+        expected = getattr(teacher.config, name)
+        value = getattr(config, name)
+        if value != expected:
+            raise UserError(
+                f"`{name}` of the student must be {expected}, that of the teacher, for "
+                f"--init-from-teacher, got {value}. Change `model_config`."
+            )
+    if config.num_hidden_layers != len(teacher.layers):
+        raise UserError(
+            f"`teacher_layers` must name one layer per block of the student, "
+            f"{config.num_hidden_layers}, got {len(teacher.layers)}."
+        )
+    if (config.hidden_act, config.norm_type, config.position_embedding_type) != (
+        "swiglu",
+        "rms",
+        "rope",
+    ):
+        raise UserError(
+            "`model_config` must have SwiGLU, RMSNorm and RoPE for --init-from-teacher. Remove "
+            "`hidden_act`, `norm_type` and `position_embedding_type`."
+        )
+
+
+def initialize_blocks(
+    student: Any,
+    teacher: TeacherLayers,
+    batches: Sequence[torch.Tensor],
+    steps: int,
+    storage: torch.dtype = torch.float32,
+    bf16: bool = False,
+) -> None:
+    """Initialize token embeddings and blocks of a student from the layers of a teacher.
+
+    Args:
+        student: `NeoBERTModel` that `check_student` accepts, on the device of the teacher.
+        teacher: Layers of the teacher.
+        batches: Token IDs of texts of equal length per batch, (B, L) each.
+        steps: Number of training steps of each block. 0 to fit the matrices only.
+        storage: Dtype that the token embeddings are rounded to before the blocks are fitted.
+        bf16: Whether to train in bfloat16 with autocast.
+    """
+    with torch.no_grad():
+        student.encoder.weight.copy_(teacher.token_table().to(storage).float())
+        stream = [student.encoder(token_ids) for token_ids in batches]
+        before = [teacher.embed(token_ids) for token_ids in batches]
+
+    for number, (block, layer) in enumerate(zip(student.transformer_encoder, teacher.layers)):
+        with torch.no_grad():
+            after = [teacher.run(layer, hidden) for hidden in before]
+        transfer = BlockTransfer(student.config, block, layer, teacher, stream, before, after)
+        transfer.fit_attention()
+        transfer.train_attention(steps // 5)
+        transfer.fit_outputs()
+        transfer.train_block(steps, bf16)
+
+        # The next block is fitted on the states of this one, not on those of the teacher.
+        with torch.no_grad():
+            stream = [transfer.run(hidden) for hidden in stream]
+        logger.info(
+            "Block %d from layer %d of the teacher: the unexplained variance of its hidden states "
+            "is %.1f %%.",
+            number,
+            teacher.numbers[number],
+            100 * unexplained_variance(stream, after),
+        )
+        before = after
+    with torch.no_grad():
+        student.layer_norm.weight.fill_(float(_flat(after).square().mean().sqrt()))
+
+
+class BlockTransfer:
+    """Initialization of one block from one layer.
+
+    Args:
+        config: Configuration of the student.
+        block: Block of the student.
+        layer: Layer of the teacher.
+        teacher: Layers of the teacher.
+        stream: Hidden states of the student in front of the block, (B, L, D) per batch.
+        before: Hidden states of the teacher in front of the layer.
+        after: Hidden states of the teacher behind the layer.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        block: Any,
+        layer: Any,
+        teacher: TeacherLayers,
+        stream: Batches,
+        before: Batches,
+        after: Batches,
+    ) -> None:
+        self.config = config
+        self.block = block
+        self.layer = layer
+        self.teacher = teacher
+        self.stream = stream
+        self.before = before
+        self.after = after
+        # The matrices are fitted on the first batches; about 60,000 tokens determine them well.
+        tokens = 0
+        self.fitted = 0
+        while self.fitted < len(stream) and tokens < FITTED_TOKENS:
+            tokens += stream[self.fitted].shape[:-1].numel()
+            self.fitted += 1
+
+    @torch.no_grad()
+    def fit_attention(self) -> None:
+        """Fit queries, keys and values."""
+        block = self.block
+        # The fitted matrices contain the scales of the norms.
+        block.attention_norm.weight.fill_(1)
+        block.ffn_norm.weight.fill_(1)
+
+        inputs = _flat([_normalize(hidden) for hidden in self.stream[: self.fitted]])
+        teacher_inputs = _flat(self.before[: self.fitted])
+        projections = self.layer.attention.self
+        query, key, value = (
+            ridge(inputs, linear(teacher_inputs)).unflatten(0, (block.num_heads, -1))
+            for linear in (projections.query, projections.key, projections.value)
+        )
+        query, key = order_by_energy(query, key, inputs)
+        # The rows of qkv.weight are interleaved per head: (H, 3, K).
+        block.qkv.weight.copy_(torch.stack([query, key, value], dim=1).flatten(0, 2))
+
+    def train_attention(self, steps: int) -> None:
+        """Train queries and keys on the attention probabilities of the teacher."""
+        block = self.block
+        values = torch.zeros_like(block.qkv.weight, dtype=torch.bool)
+        values.unflatten(0, (block.num_heads, 3, -1))[:, 2] = True
+        original = block.qkv.weight.detach().clone()
+
+        def loss(number: int) -> torch.Tensor:
+            query, key, _ = self._project(self.stream[number])
+            return self._attention_loss(number, query @ key.mT * block.scaling)
+
+        train([block.qkv.weight], loss, len(self.stream), steps, ATTENTION_RATE)
+        # Adam also moved the values, which have no gradient, by nothing but rounding.
+        with torch.no_grad():
+            block.qkv.weight[values] = original[values]
+
+    @torch.no_grad()
+    def fit_outputs(self) -> None:
+        """Fit the output of the attention and the feed-forward.
+
+        The gates are the neurons of the teacher with the largest influence on its output. The
+        values are a constant, so that SwiGLU becomes GELU.
+        """
+        block = self.block
+        layer = self.layer
+        stream = self.stream[: self.fitted]
+        outputs = [self._attend(hidden) for hidden in stream]
+        attended = _flat(
+            [
+                hidden + self.teacher.attention(layer, hidden)
+                for hidden in self.before[: self.fitted]
+            ]
+        )
+        block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(stream)))
+
+        states = _flat([hidden + block.wo(output) for hidden, output in zip(stream, outputs)])
+        inputs = _normalize(states)
+        inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
+        influence = F.gelu(inner).std(0) * layer.output.dense.weight.norm(dim=0)
+        size = block.ffn.w3.in_features
+        chosen = influence.argsort(descending=True)[:size]
+
+        gate = ridge(inputs, GELU_SLOPE * inner[:, chosen])
+        constant = inputs.new_full((len(inputs), 1), 1 / GELU_SLOPE)
+        value = ridge(inputs, constant).expand_as(gate)
+        # Neurons of a wider student that have no partner start without an effect.
+        count = len(chosen)
+        block.ffn.w12.weight[:count] = gate
+        block.ffn.w12.weight[size : size + count] = value
+        block.ffn.w3.weight.zero_()
+
+        activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
+        # The next norm removes the length of a state, so the target has the nearest length.
+        target = _flat(self.after[: self.fitted])
+        target = target * nearest_length(target, states)
+        block.ffn.w3.weight[:, :count] = ridge(activations, target - states)
+
+    def train_block(self, steps: int, bf16: bool = False) -> None:
+        """Train all matrices on the attention and the hidden states of the teacher."""
+        block = self.block
+        variance = _flat(self.after).var(0)
+        # Coordinates of a teacher may be constant, so that no variance may be close to 0.
+        deviation = (variance + SMALLEST_VARIANCE * variance.mean()).sqrt()
+        device = deviation.device.type
+
+        def loss(number: int) -> torch.Tensor:
+            hidden = self.stream[number]
+            with torch.autocast(device, torch.bfloat16, enabled=bf16):
+                query, key, value = self._project(hidden)
+                logits = query.float() @ key.float().mT * block.scaling
+                output = block.wo(_merge(logits.softmax(-1).to(value.dtype) @ value))
+                states = hidden + output
+                states = states + block.ffn(_normalize(states))
+            target = self.after[number]
+            states = states.float()
+            error = (states * nearest_length(states, target) - target) / deviation
+            return error.square().mean() + self._attention_loss(number, logits)
+
+        matrices = [block.qkv.weight, block.wo.weight, block.ffn.w12.weight, block.ffn.w3.weight]
+        train(matrices, loss, len(self.stream), steps, BLOCK_RATE)
+
+    @torch.no_grad()
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of the block, (B, L, D)."""
+        hidden = hidden + self.block.wo(self._attend(hidden))
+        return hidden + self.block.ffn(self.block.ffn_norm(hidden))
+
+    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rotated queries, rotated keys, and values, (B, H, L, K) each."""
+        length = hidden.shape[1]
+        positions = torch.arange(length, device=hidden.device)[None]
+        return self.block.project(hidden, rotary_embeddings(self.config, positions, length))
+
+    def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output of all heads before `wo`, (B, L, D)."""
+        return _merge(F.scaled_dot_product_attention(*self._project(hidden)))
+
+    def _attention_loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return the mean KL divergence from the attention of the teacher over all rows."""
+        with torch.no_grad():
+            target = self.teacher.attention_logits(self.layer, self.before[number]).log_softmax(-1)
+        divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True)
+        return divergence.sum(-1).mean()
+
+
+def train(
+    weights: Sequence[nn.Parameter],
+    loss: Callable[[int], torch.Tensor],
+    batch_count: int,
+    steps: int,
+    learning_rate: float,
+) -> None:
+    """Minimize a loss with Adam, warmup and a cosine decay.
+
+    Args:
+        weights: Matrices to train.
+        loss: Function that returns the loss of a batch.
+        batch_count: Number of batches, which are used in a fixed random order.
+        steps: Number of steps.
+        learning_rate: Largest learning rate, relative to the root mean square of a matrix.
+    """
+    if not steps:
+        return
+    groups = []
+    for weight in weights:
+        scale = float(weight.detach().square().mean().sqrt())
+        groups.append({"params": [weight], "lr": learning_rate * scale})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
+
+    def schedule(step: int) -> float:
+        return min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    generator = np.random.default_rng(0)
+    order: list[int] = []
+    for _ in range(steps):
+        if not order:
+            order = generator.permutation(batch_count).tolist()
+        value = loss(order.pop())
+        gradients = torch.autograd.grad(value, weights)
+        for weight, gradient in zip(weights, gradients):
+            weight.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    for weight in weights:
+        weight.grad = None
+
+
+def order_by_energy(
+    query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys of each head so that RoPE disturbs their products least.
+
+    The products do not change if both are multiplied by a matrix and its inverse. Here the
+    dimensions of a head become the singular directions of its products. RoPE rotates the last pairs
+    of dimensions slowest; they get the directions with the largest values on the data.
+
+    Args:
+        query: Rows of the queries, (H, K, D).
+        key: Rows of the keys, (H, K, D).
+        inputs: Normalized hidden states, (T, D).
+
+    Returns:
+        Rows of the queries and of the keys, (H, K, D) each.
+    """
+    inputs = inputs.double()
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for head_query, head_key in zip(query.double(), key.double()):
+        query_basis, query_factor = torch.linalg.qr(head_query.T)
+        key_basis, key_factor = torch.linalg.qr(head_key.T)
+        left, values, right = torch.linalg.svd(query_factor @ key_factor.T)
+        new_query = (query_basis @ left * values.sqrt()).T
+        new_key = (key_basis @ right.T * values.sqrt()).T
+
+        energy = (inputs @ new_query.T).std(0) * (inputs @ new_key.T).std(0)
+        order = energy.argsort()
+        rows.append((new_query[order].float(), new_key[order].float()))
+    return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+
+
+def ridge(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the weight W of a linear layer with inputs @ W.T near targets, (E, D) float32.
+
+    Args:
+        inputs: Inputs, (T, D).
+        targets: Targets, (T, E).
+    """
+    inputs = inputs.double()
+    products = inputs.T @ inputs
+    products.diagonal().add_(RIDGE * products.diagonal().mean())
+    return torch.linalg.solve(products, inputs.T @ targets.double()).T.float()
+
+
+def nearest_length(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the factor (..., 1) by which hidden states (..., D) are nearest to a target."""
+    products = (states * target).sum(-1, keepdim=True)
+    return products / states.square().sum(-1, keepdim=True)
+
+
+def unexplained_variance(stream: Batches, after: Batches) -> float:
+    """Return the fraction of the variance of the teacher that scaled hidden states lack."""
+    states = _flat(stream)
+    target = _flat(after)
+    error = (states * nearest_length(states, target) - target).square().sum()
+    return float(error / (target - target.mean(0)).square().sum())
+
+
+def equal_lengths(
+    tokens: Sequence[np.ndarray], token_count: int, batch_tokens: int = BATCH_TOKENS
+) -> Iterator[torch.Tensor]:
+    """Yield batches of texts of equal length, (B, L) int64.
+
+    Args:
+        tokens: Token IDs of texts.
+        token_count: Number of tokens of all batches.
+        batch_tokens: Number of tokens of a batch.
+    """
+    order = np.random.default_rng(0).permutation(len(tokens))
+    waiting: dict[int, list[np.ndarray]] = {}
+    for number in order:
+        ids = tokens[number]
+        rows = waiting.setdefault(len(ids), [])
+        rows.append(ids)
+        if len(rows) * len(ids) >= batch_tokens:
+            yield torch.from_numpy(np.stack(waiting.pop(len(ids))).astype(np.int64))
+            token_count -= len(rows) * len(ids)
+            if token_count <= 0:
+                return
+    for rows in waiting.values():
+        yield torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def _flat(batches: Batches) -> torch.Tensor:
+    """Concatenate batches to (T, D)."""
+    return torch.cat([batch.flatten(0, -2) for batch in batches])
+
+
+def _merge(heads: torch.Tensor) -> torch.Tensor:
+    """Concatenate heads, (B, H, L, K), to (B, L, D)."""
+    return heads.transpose(1, 2).flatten(-2)
+
+
+def _normalize(states: torch.Tensor) -> torch.Tensor:
+    """Return what a norm of weight 1 makes of hidden states, (..., D)."""
+    return F.rms_norm(states, states.shape[-1:], eps=1e-6)

@@ -1,0 +1,346 @@
+"""Block-wise transfer from BERT: formulas, fits on data, and complete runs of `neobert distill`."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sentence_transformers import SentenceTransformer
+from sentence_transformers import models as modules
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.cli import main as command
+from neobert.common.errors import UserError
+from neobert.distillation.transfer import (
+    BlockTransfer,
+    TeacherLayers,
+    choose_layers,
+    equal_lengths,
+    initialize_blocks,
+    nearest_length,
+    order_by_energy,
+    ridge,
+    train,
+    unexplained_variance,
+)
+from neobert.modeling_neobert import rotary_embeddings
+
+
+SIZE = dict(hidden_size=32, num_attention_heads=4)
+
+
+def bert(layers=3, seed=3, **changes):
+    """Return a BERT whose layers and positions have an effect."""
+    torch.manual_seed(seed)
+    values = {**SIZE, "intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": 200}
+    model = BertModel(BertConfig(**{**values, "num_hidden_layers": layers, **changes})).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and "embeddings" not in name:
+            parameter.data.mul_(8)
+        elif "embeddings" in name and parameter.dim() == 2:
+            parameter.data.mul_(20)
+    return model
+
+
+def encoder_of(model):
+    """Return an object with the transformer where a SentenceTransformer has it."""
+
+    class Module:
+        auto_model = model
+
+    return [Module()]
+
+
+def student(layers=2, inner=72, **changes):
+    torch.manual_seed(5)
+    values = {**SIZE, "num_hidden_layers": layers, "intermediate_size": inner, "vocab_size": 200}
+    return NeoBERTModel(NeoBERTConfig(**{**values, **changes})).eval()
+
+
+def token_batches(count=24, length=12, rows=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(1, 200, (rows, length + i % 3), generator=generator) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "count, kept, layers",
+    [(6, 4, [0, 1, 4, 5]), (6, 3, [0, 1, 5]), (12, 5, [0, 1, 2, 10, 11]), (2, 2, [0, 1])],
+)
+def test_the_lowest_and_the_highest_layers_are_kept(count, kept, layers):
+    assert choose_layers(count, kept) == layers
+
+
+def test_states_are_those_of_the_model():
+    model = bert()
+    layers = TeacherLayers(encoder_of(model), [0, 1, 2])
+    (ids,) = token_batches(1)
+    with torch.no_grad():
+        expected = model(input_ids=ids, output_hidden_states=True).hidden_states
+        states = [layers.embed(ids)]
+        for layer in layers.layers:
+            states.append(layers.run(layer, states[-1]))
+    for state, other in zip(states, expected):
+        torch.testing.assert_close(state, other, atol=2e-5, rtol=1e-4)
+
+
+def test_the_token_table_is_the_mean_over_positions():
+    model = bert(max_position_embeddings=8)
+    layers = TeacherLayers(encoder_of(model), [0])
+    with torch.no_grad():
+        rows = [
+            model.embeddings(torch.tensor([[7]]), position_ids=torch.tensor([[position]]))[0, 0]
+            for position in range(8)
+        ]
+        torch.testing.assert_close(layers.token_table()[7], torch.stack(rows).mean(0))
+
+
+def test_ridge_recovers_a_linear_map():
+    torch.manual_seed(0)
+    weight = torch.randn(5, 16)
+    inputs = torch.randn(4000, 16)
+    torch.testing.assert_close(ridge(inputs, inputs @ weight.T), weight, atol=5e-3, rtol=5e-3)
+
+
+def test_rotated_heads_have_the_same_products():
+    torch.manual_seed(0)
+    query, key = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
+    inputs = torch.randn(500, 32) * torch.linspace(0.1, 3, 32)
+    new_query, new_key = order_by_energy(query, key, inputs)
+    torch.testing.assert_close(new_query.mT @ new_key, query.mT @ key, atol=1e-3, rtol=1e-3)
+    energy = (inputs @ new_query.mT).std(1) * (inputs @ new_key.mT).std(1)
+    assert (energy.diff(dim=1) >= -1e-3).all(), "the last pairs, which rotate slowest, have most"
+
+
+def test_the_nearest_length_is_the_least_squares_factor():
+    torch.manual_seed(0)
+    states, target = torch.randn(6, 32), torch.randn(6, 32)
+    factors = torch.linspace(-3, 3, 6001)
+    errors = ((factors[:, None, None] * states - target) ** 2).sum(-1)
+    nearest = factors[errors.argmin(0)]
+    torch.testing.assert_close(nearest_length(states, target)[:, 0], nearest, atol=2e-3, rtol=0)
+    scaled = [torch.rand(4, 5, 1) * target.view(3, 2, 32)[:1].repeat(4, 3, 1)[:, :5]]
+    assert unexplained_variance(scaled, [scaled[0] * 2]) < 1e-6
+
+
+def test_batches_have_one_length_and_stop_at_the_number_of_tokens():
+    generator = np.random.default_rng(0)
+    tokens = [np.arange(n, dtype=np.int32) for n in generator.integers(3, 9, size=400)]
+    batches = list(equal_lengths(tokens, 600, 64))
+    assert all((batch == torch.arange(batch.shape[1])).all() for batch in batches)
+    assert 600 <= sum(batch.numel() for batch in batches) < 600 + 72
+    everything = list(equal_lengths(tokens, 10**9, 64))
+    assert sum(len(batch) for batch in everything) == 400
+
+
+def test_training_is_adam_with_relative_rates():
+    weight = torch.nn.Parameter(torch.full((2, 2), 10.0))
+    train([weight], lambda number: weight.sum(), 3, 30, 0.01)
+    # Adam moves by its rate in each step while the sign of the gradient stays.
+    rates = [min(1, (i + 1) / 20) * 0.5 * (1 + math.cos(math.pi * i / 30)) for i in range(30)]
+    torch.testing.assert_close(weight.data, torch.full((2, 2), 10 - 0.1 * sum(rates)))
+
+
+def transfer_of(steps_of_attention=0):
+    """Return the transfer of the first block of a student as wide as its teacher, with data."""
+    model = bert()
+    layers = TeacherLayers(encoder_of(model), [0])
+    pupil = student(1, 96)
+    batches = token_batches(30)
+    with torch.no_grad():
+        pupil.encoder.weight.copy_(layers.token_table())
+        stream = [pupil.encoder(ids) for ids in batches]
+        before = [layers.embed(ids) for ids in batches]
+        after = [layers.run(layers.layers[0], hidden) for hidden in before]
+    block = pupil.transformer_encoder[0]
+    return BlockTransfer(pupil.config, block, layers.layers[0], layers, stream, before, after)
+
+
+def test_queries_keys_and_values_are_fitted_per_head():
+    """The teacher's values come out of the interleaved rows (H, 3, K) of the student."""
+    transfer = transfer_of()
+    # Without a loss of position the student reads what the teacher reads.
+    transfer.stream = transfer.before
+    transfer.fit_attention()
+    hidden = transfer.stream[0]
+    _, _, values = transfer.block.project(
+        hidden, rotary_embeddings(transfer.config, torch.arange(hidden.shape[1])[None], 12)
+    )
+    with torch.no_grad():
+        expected = transfer.teacher._split(transfer.layer.attention.self.value(hidden))
+    error = (values - expected).square().mean() / expected.square().mean()
+    assert error < 0.02
+
+
+def test_every_step_brings_the_block_nearer_to_the_layer():
+    transfer = transfer_of()
+
+    def unexplained():
+        return unexplained_variance([transfer.run(h) for h in transfer.stream], transfer.after)
+
+    def divergence():
+        total = 0.0
+        with torch.no_grad():
+            for number, hidden in enumerate(transfer.stream):
+                query, key, _ = transfer._project(hidden)
+                logits = query @ key.mT * transfer.block.scaling
+                total += float(transfer._attention_loss(number, logits))
+        return total / len(transfer.stream)
+
+    start = unexplained()
+    transfer.fit_attention()
+    fitted = divergence()
+    values = transfer.block.qkv.weight.detach().clone().view(4, 3, 8, 32)[:, 2]
+    transfer.train_attention(40)
+    assert divergence() < 0.95 * fitted
+    torch.testing.assert_close(transfer.block.qkv.weight.view(4, 3, 8, 32)[:, 2], values)
+    transfer.fit_outputs()
+    after_fit = unexplained()
+    assert after_fit < 0.6 * start
+    transfer.train_block(60)
+    assert unexplained() < 0.95 * after_fit
+
+
+def test_the_attention_loss_is_the_kl_divergence():
+    transfer = transfer_of()
+    hidden = transfer.before[0]
+    with torch.no_grad():
+        teacher = transfer.teacher.attention_logits(transfer.layer, hidden)
+        logits = torch.randn_like(teacher)
+        p, q = teacher.softmax(-1), logits.softmax(-1)
+        expected = (p * (p / q).log()).sum(-1).mean()
+        torch.testing.assert_close(transfer._attention_loss(0, logits), expected)
+        assert transfer._attention_loss(0, teacher) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("inner", [24, 96, 144])
+def test_students_narrower_and_wider_than_the_teacher(inner):
+    model = bert()
+    layers = TeacherLayers(encoder_of(model), [0, 2])
+    pupil = student(2, inner)
+    batches = token_batches(20)
+    initialize_blocks(pupil, layers, batches, steps=10)
+    with torch.no_grad():
+        hidden = layers.embed(batches[0])
+        for layer in layers.layers:
+            hidden = layers.run(layer, hidden)
+        out = pupil(input_ids=batches[0]).last_hidden_state
+    # A random model is harder to follow than a trained one, which has fewer directions.
+    cosine = F.cosine_similarity(out - out.mean((0, 1)), hidden - hidden.mean((0, 1)), dim=-1)
+    assert cosine.mean() > (0.6 if inner > 24 else 0.5)
+
+
+def test_stored_embeddings_are_rounded_before_the_blocks_are_fitted():
+    layers = TeacherLayers(encoder_of(bert()), [0])
+    pupil = student(1)
+    initialize_blocks(pupil, layers, token_batches(6), 0, torch.float8_e5m2)
+    weight = pupil.encoder.weight.detach()
+    assert torch.equal(weight.to(torch.float8_e5m2).float(), weight)
+
+
+# ------------------------------------------------------------------------------------------------
+# complete runs
+
+
+def write_teacher(folder, tokenizer_dir, pooling="mean", **changes):
+    model = bert(vocab_size=30522, **changes)
+    model.save_pretrained(folder / "bert")
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / "bert")
+    parts = [modules.Transformer(str(folder / "bert")), modules.Pooling(32, pooling)]
+    SentenceTransformer(modules=[*parts, modules.Normalize()]).save_pretrained(str(folder / "st"))
+    return str(folder / "st")
+
+
+def distill(folder, teacher, *options):
+    colors = "red green blue black white brown grey pink".split()
+    animals = "cat dog bird fish horse mouse lion wolf".split()
+    texts = folder / "texts.txt"
+    lines = [f"a {c} {a} and {i % 7} more {a}s" for i, c in enumerate(colors) for a in animals]
+    texts.write_text("\n".join(lines))
+    config = json.dumps({**SIZE, "num_hidden_layers": 2, "intermediate_size": 96})
+    arguments = ["distill", teacher, "--texts", str(texts), "--output", str(folder / "out")]
+    arguments += ["--init-from-teacher", "--transfer-steps", "10", "--model-config", config]
+    arguments += ["--max-length", "32", "--validation-percent", "20", "--max-steps", "2"]
+    return command([*arguments, *options])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, pooling, caplog):
+    """E5 and GTE pool the mean of the tokens, BGE the first token."""
+    teacher = write_teacher(tmp_path, tokenizer_dir, pooling)
+    caplog.set_level("INFO", "neobert.distillation")
+    assert distill(tmp_path, teacher, "--pooling", pooling) == 0
+    assert "Block 1 from layer 2 of the teacher: the unexplained variance" in caplog.text
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    # A student with random blocks has a mean cosine of about 0.
+    assert figures["comparison"]["start"]["validation_cosine"] > 0.6
+    loaded = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
+    assert loaded.encode(["a cat"]).shape == (1, 32)
+
+
+def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
+    teacher = write_teacher(tmp_path, tokenizer_dir)
+    work = ["--work", str(tmp_path / "work")]
+    assert distill(tmp_path, teacher, *work) == 0
+    first = json.loads((tmp_path / "out" / "figures.json").read_text())
+    module = "neobert.distillation.command.initialize_blocks"
+    monkeypatch.setattr(module, lambda *arguments: pytest.fail("the blocks are stored"))
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert distill(tmp_path, teacher, *work) == 0
+    second = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert second["comparison"] == first["comparison"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--teacher-layers", "0", "3"], "`teacher_layers` must be between 0 and 2, got"),
+        (["--teacher-layers", "0", "1", "2"], "one layer per block of the student, 2, got 3"),
+        (
+            ["--model-config", json.dumps({**SIZE, "num_hidden_layers": 4})],
+            "must be at most 3, the number of layers of the teacher, got 4",
+        ),
+        (
+            ["--model-config", json.dumps({**SIZE, "num_hidden_layers": 2, "hidden_size": 16})],
+            "`hidden_size` of the student must be 32, that of the teacher",
+        ),
+        (
+            [
+                "--model-config",
+                json.dumps({**SIZE, "num_hidden_layers": 2, "num_attention_heads": 2}),
+            ],
+            "`num_attention_heads` of the student must be 4",
+        ),
+        (
+            ["--model-config", json.dumps({**SIZE, "num_hidden_layers": 2, "hidden_act": "gelu"})],
+            "must have SwiGLU, RMSNorm and RoPE",
+        ),
+        (["--pooling", "cls"], "`pooling` must be mean, that of the teacher"),
+        (["--embeddings-from-teacher"], "Pass one of them"),
+    ],
+)
+def test_students_that_do_not_fit_are_refused(tmp_path, tokenizer_dir, capsys, options, message):
+    teacher = write_teacher(tmp_path, tokenizer_dir)
+    assert distill(tmp_path, teacher, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_options_that_contradict_are_refused(capsys):
+    for options, message in (
+        (["--init-from-teacher", "--init-from", "model"], "Remove one of them"),
+        (["--teacher-layers", "0"], "has no effect without --init-from-teacher"),
+    ):
+        arguments = ["distill", "teacher", "--texts", "t.txt", "--output", "o", *options]
+        assert command(arguments) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_other_architectures_are_refused():
+    model = bert(hidden_act="relu")
+    with pytest.raises(UserError, match="needs a BERT teacher with GELU and learned positions"):
+        TeacherLayers(encoder_of(model), [0])
