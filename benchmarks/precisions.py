@@ -104,13 +104,12 @@ def make_model(files: Files, layers: int, small: Mapping[str, Any] | None = None
     load_tokenizer(TOKENIZER).save_pretrained(files.model)
 
 
-def make_texts(name: str, tokenizer: Any, count: int) -> list[list[int]]:
+def make_texts(lengths: Sequence[int], tokenizer: Any) -> list[list[int]]:
     """Return the token ids of random texts of whole words.
 
     Args:
-        name: Workload, which determines the sequence lengths.
+        lengths: Sequence lengths in tokens, special tokens included.
         tokenizer: Tokenizer of the model.
-        count: Number of texts.
     """
     words = sorted(
         index
@@ -119,7 +118,7 @@ def make_texts(name: str, tokenizer: Any, count: int) -> list[list[int]]:
     )
     generator = torch.Generator().manual_seed(0)
     texts = []
-    for length in draw_lengths(name, count):
+    for length in lengths:
         sampled = torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist()
         ids = [words[index] for index in sampled]
         texts.append([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
@@ -370,7 +369,9 @@ def main(
     files = Files(Path(options.files))
     make_model(files, options.layers, small)
     tokenizer = load_tokenizer(files.model)
-    texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in options.sets}
+    texts = {
+        name: make_texts(draw_lengths(name, TEXTS.get(name, 8)), tokenizer) for name in options.sets
+    }
 
     rows = summarize(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
