@@ -27,9 +27,18 @@ def embed(encoder: ctranslate2.Encoder, batches: list[list[list[int]]]) -> list[
 def main() -> None:
     """Answer every line of stdin."""
     model, compute_type, threads = sys.argv[1:]
-    encoder = ctranslate2.Encoder(
-        model, device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=int(threads)
-    )
+    try:
+        encoder = ctranslate2.Encoder(
+            model,
+            device="cpu",
+            compute_type=compute_type,
+            inter_threads=1,
+            intra_threads=int(threads),
+        )
+    except ValueError as error:
+        # The processor or the build has no fast product for the compute type.
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
     print(json.dumps({"version": ctranslate2.__version__}), flush=True)
 
     for line in sys.stdin:

@@ -374,7 +374,10 @@ class LineProcess:
         output: Any = self.process.stdout
         for line in output:
             if line.startswith("{"):
-                return json.loads(line)
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise UserError(answer["error"])
+                return answer
         raise UserError(f"{self.program} ended with exit code {self.process.wait()}, see above.")
 
 
