@@ -119,6 +119,7 @@ def train(options: DistillOptions) -> dict[str, Any]:
     others = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
     check_paths(options, [*sources, *others])
     checkpoint_folder = Path(options.model.output) / "checkpoints"
+    # --compile compiles the blocks, so Trainer's own options for compilation are refused.
     training = training_arguments(
         checkpoint_folder,
         options.trainer,
@@ -320,6 +321,8 @@ class Distillation:
         """Write the student, compare it with its teacher and start, return the result."""
         if not is_main():
             return {}
+        # The student is loaded as users will load it, so that the figures include the storage in
+        # float16 or float8.
         student = trainer.accelerator.unwrap_model(trainer.model)
         uncompile_blocks(student[0].auto_model)
         options = self.options.student
@@ -404,6 +407,7 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
     """
     start = comparison["start"]
     student = comparison["student"]
+    # Without evaluated texts there is nothing to compare.
     correlations = [name for name in student if name.endswith("_spearman")]
     if not correlations:
         return None

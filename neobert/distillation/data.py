@@ -143,6 +143,7 @@ def read_texts(
 
     train: list[str] = []
     validation: list[str] = []
+    # The hash decides, so that a text is held out in every run and in every order.
     for text in seen:
         (validation if is_validation_text(text, percent) else train).append(text)
     if len(train) < 2:
@@ -150,6 +151,7 @@ def read_texts(
 
     other = {}
     for source in others:
+        # A validation text that is also trained on would look better than it is.
         new_texts = {text for text in source.read() if text not in seen}
         other[source.name] = _lowest_hashes(new_texts, max_texts)
     return Texts(train, _lowest_hashes(validation, max_texts), other)
@@ -179,6 +181,8 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
     if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = (len(texts), teacher.embedding_dimension)
+        # The file has its final size from the start; `progress_path` counts the rows that are
+        # written.
         mode = "r+" if done else "w+"
         embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
@@ -186,6 +190,7 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
                 end = min(start + CHUNK_SIZE, len(texts))
                 tokens = teacher.tokenize(texts[start:end])
                 embeddings[start:end] = teacher.embed(tokens, bar.update)
+                # The rows must be on disk before the progress names them.
                 embeddings.flush()
                 write_json(progress_path, {"done": end})
     return np.load(path, mmap_mode="r")

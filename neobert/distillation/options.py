@@ -60,6 +60,7 @@ class ModelOptions(OptionGroup):
     )
 
     def __post_init__(self) -> None:
+        # Imported late, because `--help` should not wait for transformers.
         from ..common.loading import check_model_fields
 
         if self.model_config and self.init_from:

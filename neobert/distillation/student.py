@@ -59,6 +59,7 @@ def build_student(
     else:
         start = _new_student(model, options, teacher)
 
+    # A student that was trained before keeps its map to the teacher's dimension.
     hidden_size = _encoder(start).config.hidden_size
     parts = [start[0], start[1]]
     if hidden_size != teacher_dim:
@@ -210,13 +211,16 @@ def fit_token_embeddings(
     rows = np.repeat(np.arange(len(tokens)), lengths)
     weights = np.repeat(1 / lengths, lengths)
     columns = np.concatenate(tokens)
+    # Row i of `texts` averages the tokens of text i: texts @ table are the bags of words.
     texts = csr_array((weights, (rows, columns)), (len(tokens), len(single_tokens)))
 
     targets = np.float32(embeddings)
     targets = targets / np.linalg.norm(targets, axis=1, keepdims=True)
+    # The best multiple of the single tokens is the center of the ridge penalty.
     start = texts @ single_tokens
     table = single_tokens * (start * targets).sum() / np.square(start).sum()
 
+    # Preconditioned conjugate gradients, all columns of the table at once.
     diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
     residual = texts.T @ (targets - texts @ table)
     direction = residual / diagonal

@@ -18,7 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..modeling_neobert import NeoBERTModel, rotary_embeddings
+from ..modeling_neobert import (
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+    rotary_embeddings,
+)
 from ..quantization.int8 import is_int8, normalize_and_quantize
 from ..quantization.packed_linear import PackedLinear, number_of_rows
 
@@ -26,6 +30,8 @@ from ..quantization.packed_linear import PackedLinear, number_of_rows
 # Rows of an elementwise pass, and tokens of a feed-forward, that stay in the caches.
 _PASS_ROWS = 128
 _FFN_TOKENS = 1024
+# Rows of the head of a classifier, whose number is a multiple of this.
+_HEAD_ROWS = 16
 # Positions whose rotary angles are computed together.
 _POSITIONS = 512
 
@@ -68,9 +74,11 @@ class CpuForward:
         config = getattr(model, "config", None)
         if type(model).__name__ != NeoBERTModel.__name__ or config is None:
             return False
+        # Ablations may have other blocks.
         parts = (config.norm_type, config.hidden_act, config.position_embedding_type)
         if parts != ("rms", "swiglu", "rope"):
             return False
+        # Adapters and other replacements of linear layers run in the model itself.
         is_plain = is_int8(model) or all(
             type(layer) is torch.nn.Linear
             for block in model.transformer_encoder
@@ -95,6 +103,7 @@ class CpuForward:
             IndexError: If a token id is not in the vocabulary.
         """
         lengths = [len(ids) for ids in texts]
+        # The angles are kept, because most calls need no longer ones.
         if max(lengths) > len(self.angles):
             self.angles = self._rotary_angles(max(lengths))
         total = sum(lengths)
@@ -105,10 +114,12 @@ class CpuForward:
         angles = self.angles[: lengths[0]]
         if len(texts) > 1:
             angles = torch.cat([self.angles[:length] for length in lengths])
+        # Rows without a token, for a number of rows whose products do not depend on the batch.
         if unused:
             hidden = F.pad(hidden, (0, 0, 0, unused))
             angles = torch.cat([angles, self.angles[:1].expand(unused, -1, -1, -1)])
 
+        # Neighbors of the same length share one call of the attention.
         groups = [(len(list(group)), length) for length, group in groupby(lengths)]
         layout = Layout(angles, groups)
         for block in self.blocks:
@@ -121,6 +132,44 @@ class CpuForward:
         embeddings = rotary_embeddings(self.config, torch.arange(positions)[None], positions)
         assert embeddings is not None
         return embeddings[0][0]
+
+
+class CpuClassifier:
+    """Forward pass of a `NeoBERTForSequenceClassification` with a `CpuForward`.
+
+    Args:
+        model: Model for which `CpuClassifier.supports` is true.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.pooling: str = model.config.classifier_pooling
+        self.forward = CpuForward(model.model)
+        self.dense = model.dense
+        self.classifier = model.classifier
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """Return whether this pass can replace the forward of a model."""
+        return (
+            type(model).__name__ == NeoBERTForSequenceClassification.__name__
+            and CpuForward.supports(model.model)
+            and not model._is_observed()
+        )
+
+    def __call__(self, texts: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return the logits of tokenized texts, (N, C).
+
+        Args:
+            texts: Token ids, integer arrays of at least one token.
+
+        Raises:
+            IndexError: If a token id is not in the vocabulary.
+        """
+        pooled = pool_texts(self.forward(texts), [len(ids) for ids in texts], self.pooling)
+        # The last rows of a float32 product are summed in another order than those before them.
+        # With complete groups of 16 rows, logits do not depend on the batch.
+        pooled = F.pad(pooled, (0, 0, 0, -len(texts) % _HEAD_ROWS))
+        return self.classifier(torch.tanh(self.dense(pooled)))[: len(texts)]
 
 
 class FloatBlock:
@@ -201,6 +250,23 @@ class Int8Block:
 
 # ------------------------------------------------------------------------------------------------
 # operations on rows
+
+
+def pool_texts(hidden: torch.Tensor, lengths: Sequence[int], pooling: str) -> torch.Tensor:
+    """Return the pooled hidden states of each text, (N, D).
+
+    Each text is summed on its own, so that its bits do not depend on the batch.
+
+    Args:
+        hidden: Hidden states of all texts, one after another, (T, D).
+        lengths: Length of each text.
+        pooling: "mean" or "cls".
+    """
+    texts = hidden.split(list(lengths))
+    if pooling == "cls":
+        return torch.stack([text[0] for text in texts])
+    means = [text.sum(0, dtype=torch.float32) / text.shape[0] for text in texts]
+    return torch.stack(means).to(hidden.dtype)
 
 
 def smallest_norm(norm: Any) -> torch.Tensor:

@@ -35,6 +35,7 @@ def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
     if not is_mapping or not all(isinstance(text, str) for text in instructions.values()):
         raise UserError(f"{path} must map names to texts.")
 
+    # A misspelled name would leave a task without its instruction.
     names = set(known)
     for name in instructions:
         if name not in names:

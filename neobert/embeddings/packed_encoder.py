@@ -27,7 +27,7 @@ from ..common.loading import (
 )
 from ..common.packing import pack
 from ..quantization.int8 import is_int8, quantize_int8
-from .cpu_forward import CpuForward
+from .cpu_forward import CpuForward, pool_texts
 
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def load_sentence_transformer(
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}.") from error
 
+    # More tokens than the model has positions would fail, or give wrong embeddings.
     limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
     encoder.max_seq_length = min((limit for limit in limits if limit), default=None)
     return encoder.eval()
@@ -305,6 +306,7 @@ class PackedEncoder:
         batch = [texts] if isinstance(texts, str) else list(texts)
         with tqdm(total=len(batch), desc="texts", disable=not show_progress_bar) as bar:
             embeddings = self.embed(self.tokenize(batch, prompt), bar.update, prompt)
+        # As in sentence-transformers: truncated first, then normalized, then quantized.
         embeddings = embeddings[:, :truncate_dim]
         if normalize_embeddings:
             embeddings = F.normalize(torch.from_numpy(embeddings), dim=1).numpy()
@@ -447,6 +449,7 @@ class PackedEncoder:
         total = 0
         for index in np.argsort(lengths, kind="stable"):
             length = int(lengths[index])
+            # In a padded batch every text costs the tokens of the longest, which is the last one.
             cost = total + length if self.packs else (len(batch) + 1) * length
             if batch and cost > self.batch_tokens:
                 yield np.array(batch)
@@ -482,10 +485,12 @@ class PackedEncoder:
                 embeddings = self._embed_packed(batch)
             else:
                 embeddings = self._embed_padded(batch, prompt_length)
+            # Batches are sorted by length; the embeddings return to the order of the texts.
             output[torch.from_numpy(index).to(self.device)] = embeddings.float()
             if progress is not None:
                 progress(len(index))
 
+        # One check at the end: a check per batch would wait for the GPU each time.
         finite = output.isfinite().all(dim=1)
         if not finite.all():
             raise NotFinite(int((~finite).nonzero()[0]), self.dtype_name)
@@ -497,7 +502,8 @@ class PackedEncoder:
         if self._forward is not None:
             # The model itself refuses token ids outside of the vocabulary with a message.
             with contextlib.suppress(IndexError):
-                pooled = self._pool_texts(self._forward(batch), batch)
+                lengths = [len(ids) for ids in batch]
+                pooled = pool_texts(self._forward(batch), lengths, self.pooling)
         if pooled is None:
             pooled = self._pool_packed(batch)
 
@@ -505,17 +511,6 @@ class PackedEncoder:
         for module in self._rest:
             features = module(features)
         return features["sentence_embedding"]
-
-    def _pool_texts(self, hidden: torch.Tensor, batch: Sequence[np.ndarray]) -> torch.Tensor:
-        """Return the pooled hidden states, (T, D), of each text, (N, D).
-
-        Each text is summed on its own, so that its bits do not depend on the batch.
-        """
-        texts = hidden.split([len(ids) for ids in batch])
-        if self.pooling == "cls":
-            return torch.stack([text[0] for text in texts])
-        means = [text.sum(0, dtype=torch.float32) / text.shape[0] for text in texts]
-        return torch.stack(means).to(hidden.dtype)
 
     def _pool_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Run the model on one packed batch and return the pooled hidden states, (N, D)."""

@@ -71,11 +71,13 @@ def spans(
     stop = 0
     while stop < count:
         reach = first + window
+        # A window ends at the last paragraph, sentence or word within its reach.
         end = count if reach >= count else _last_best(levels, stop + 1, reach)
         start = int(bounds[first, 0])
         last = int(bounds[first:end, 1].max())
         windows.append(Span(first, end, start, last))
 
+        # The next window begins within the overlap, again at the best boundary.
         first = _next_first(levels, first, end, overlap)
         stop = end
     return windows or [Span(0, 0, 0, 0)]

@@ -89,6 +89,7 @@ class WindowSettings:
             )
         if max_length is None:
             raise UserError("the model has no maximum length. Set it with `--max-length`.")
+        # An empty text shows how many tokens the prompt and the special tokens take.
         before, _, after = next(_parts(tokenizer, prompt, [""]))
         room = max_length - len(before) - len(after)
         if (window or 1) > room:
@@ -156,6 +157,7 @@ def text_windows(
     for start, batch in _batches(texts):
         for row, (text, parts) in enumerate(zip(batch, _parts(tokenizer, prompt, batch)), start):
             before, (ids, offsets), after = parts
+            # The prompt and the special tokens are repeated in every window.
             room = max(1, max_length - len(before) - len(after))
             window = min(settings.window, room)
             overlap = min(settings.overlap, window - 1)
@@ -164,6 +166,7 @@ def text_windows(
                 rows.append(row)
                 bounds.append((span.start, span.end))
                 if with_offsets:
+                    # Tokens that are not of the text have the empty span (0, 0).
                     padding = ((len(before), len(after)), (0, 0))
                     window_offsets.append(np.pad(offsets[span.first : span.stop], padding))
             if lengths is not None:

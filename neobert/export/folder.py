@@ -62,6 +62,7 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
     Yields:
         The folder, to which the caller adds the graphs.
     """
+    # The digest is that of the weights as they were when the export began.
     digest = model_digest(source.folder)
     with new_folder(output) as folder:
         export = NewExport(folder / target)
@@ -69,6 +70,8 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
         _write_common(folder, source)
         yield export
 
+        # The configuration and the card depend on the graphs, which the caller has written by
+        # now.
         write_json(folder / "config.json", _config(source, export.files))
         card = build_card(source, Path(output).name, target, export.files)
         write_text(folder / "README.md", card)
@@ -142,6 +145,7 @@ def _write_common(folder: Path, source: SourceModel) -> None:
 
 def _write_dense(folder: Path, module: Any) -> None:
     """Write a Dense module of sentence-transformers."""
+    # sentence-transformers imports the activation by its complete name.
     activation = type(module.activation_function)
     config = {
         "in_features": module.in_features,

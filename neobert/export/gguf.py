@@ -53,6 +53,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
         )
         source = replace(source, head=HEADS["base"], model=source.model.model)
 
+    # llama.cpp has pooling as a setting, but no modules behind it.
     pooling = source.pooling
     mode = pooling.mode if pooling else "mean"
     check_model(source.model, mode)
@@ -80,6 +81,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
         print(f"{output} contains this model: {_in_words(error)}")
         return
 
+    # The file appears at OUTPUT after it has been read back and compared.
     with new_file(output) as file:
         write_tensors(writer, file.name, source.model, dtype)
         error = largest_error(file.name, source.model, writer)

@@ -290,6 +290,7 @@ def _bert_normalizer(tokenizer: Any) -> tuple[bool, bool]:
     Raises:
         UserError: If the tokenizer works otherwise.
     """
+    # The settings are in tokenizer.json; the attributes of the tokenizer may differ from them.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = {} if backend is None else json.loads(backend.to_str())
     model = content.get("model") or {}
@@ -311,6 +312,7 @@ def _bert_normalizer(tokenizer: Any) -> tuple[bool, bool]:
             f"the tokenizer must be BERT's WordPiece tokenizer for GGUF, got {parts}. {_REMEDY}"
         )
 
+    # As in tokenizers: accents are stripped with upper case, unless the setting says otherwise.
     lowercase = normalizer["lowercase"]
     strip_accents = normalizer["strip_accents"]
     return lowercase, lowercase if strip_accents is None else strip_accents
@@ -362,6 +364,7 @@ def write_tensors(writer: gguf.GGUFWriter, path: str | Path, model: Any, dtype: 
     """
     for name, array in tensors_of(model).items():
         storage_type = _storage_type(dtype, name, array)
+        # A conversion to float16 would silently turn large values into infinity.
         largest = float(np.abs(array).max())
         if not np.isfinite(largest):
             raise UserError(f"{name} contains values that are NaN or infinite.")

@@ -49,6 +49,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
     library = "transformers.js" if target == "onnx" else "openvino"
     suffix = "onnx" if target == "onnx" else "xml"
 
+    # Graphs of masked language models have no token states to compare.
     rows = []
     for stem, file in files.items():
         token = "" if file.token is None else f"{file.token:.6f}"

@@ -53,6 +53,7 @@ def export(source: SourceModel, options: OnnxOptions) -> None:
     with folder.new_export(source, options.model.output, "onnx") as output:
         output.settings["opset"] = OPSET
         output.settings["token_type_ids"] = token_type_ids
+        # A precision that was named twice is exported once.
         names = list(dict.fromkeys(options.format.precisions))
         for name in tqdm(names, desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
@@ -64,6 +65,7 @@ def export(source: SourceModel, options: OnnxOptions) -> None:
 
             size = sum(file.stat().st_size for file in output.folder.glob(f"{path.name}*"))
             summary = f"{path.name:<21} {size / 1e6:8.1f} MB"
+            # A graph that differs too much raises an error, and the folder is discarded.
             run = _load_runner(path)
             file = precision.verify(name, "ONNX Runtime", reference, run, summary)
             output.files[path.stem] = replace(file, external_data=has_external_data)
@@ -98,6 +100,7 @@ def _trace(graph: Graph) -> "onnx.ModelProto":
     Raises:
         UserError: If the exporter fails.
     """
+    # The exporter based on torch.export keeps the sequence length dynamic.
     inputs, axes = example_inputs()
 
     try:

@@ -161,6 +161,7 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
 
     name = node.name
     ids = node.input[1]
+    # Only the rows of the input are converted to float, not the complete table.
     rows, scales = _steps(table, 1, 127)
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
@@ -185,6 +186,7 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
 
     name = node.name
     x = node.input[0]
+    # The columns of an ONNX weight are the outputs, so that each output has its own scale.
     steps, scales = _steps(weight, 0, _WEIGHT_STEPS)
     tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),

@@ -84,6 +84,7 @@ def _trace(graph: Graph) -> "openvino.Model":
     except Exception as error:  # Both libraries raise exceptions of many classes.
         raise UserError(f"OpenVINO cannot trace this model: {one_line(error)}.") from error
 
+    # The converter names the ports by nodes of the graph, but clients pass inputs by name.
     for port, name in zip(model.inputs, INPUTS):
         port.get_tensor().set_names({name})
     for port, name in zip(model.outputs, graph.outputs):

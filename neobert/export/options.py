@@ -125,6 +125,7 @@ class Targets(dict[str, OptionParser]):
 
     def help(self, argv: Sequence[str] = ()) -> str:
         """Return the help of the target in `argv`, or the list of the targets."""
+        # `export TARGET --help` shows the options of one target.
         for target, parser in self.items():
             if target in argv:
                 return parser.help()

@@ -149,6 +149,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
     with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch_name:
         scratch = Path(scratch_name)
         modules = _read_modules(model_path)
+        # A model of sentence-transformers may have its transformer in a subdirectory.
         folder = model_path / modules[0].path if modules else model_path
         if not _is_hub_folder(folder):
             if modules or (model_path / "adapter_config.json").is_file():
@@ -156,6 +157,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
                     f"{folder} has no config.json with {_WEIGHTS}. Merge an adapter into its "
                     "model first (`merge_and_unload`)."
                 )
+            # Everything else must be a raw training checkpoint, which is converted first.
             folder = scratch / "converted"
             convert_checkpoint(model_path, folder, head=options.head, tokenizer=options.tokenizer)
 
@@ -181,6 +183,7 @@ def _read_modules(folder: Path) -> list[_Module]:
         _Module(module["path"], module["type"].rpartition(".")[2]) for module in read_json(path)
     ]
     names = [module.class_name for module in modules]
+    # The graphs contain these modules; others, such as LayerNorm, would be lost silently.
     are_known = names[:2] == ["Transformer", "Pooling"] and {*names[2:]} <= {"Dense", "Normalize"}
     if not are_known or "Normalize" in names[:-1]:
         raise UserError(

@@ -304,6 +304,7 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
         >>> print(model.transformer_encoder[0].qkv)
         Int8Linear()
     """
+    # A CrossEncoder or a SentenceTransformer may contain the encoder at any depth.
     encoders = encoders_of(model)
     if not encoders:
         raise UserError(
@@ -313,9 +314,11 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
         _check(encoder)
     steps = weight_steps(even_if_slow)
 
+    # Tensors made in inference mode could not be used outside of it.
     model.eval().requires_grad_(False)
     with torch.inference_mode(False), torch.no_grad():
         for encoder in encoders:
+            # Smoothing changes the weights, not the outputs, and returns the states before it.
             original = smooth(encoder)
             for block in encoder.transformer_encoder:
                 _quantize_block(block, steps)
@@ -340,6 +343,7 @@ def _check(encoder: Any) -> None:
             "."
         )
     for name, module in encoder.named_modules():
+        # A subclass of Linear, as adapters have, would lose what it adds.
         is_plain = isinstance(module, nn.Linear) == (type(module) is nn.Linear)
         if hasattr(module, "base_layer") or not is_plain:
             raise UserError(

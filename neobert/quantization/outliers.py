@@ -60,6 +60,7 @@ def largest_inputs(encoder: Any) -> tuple[dict[nn.Module, torch.Tensor], torch.T
         {linear layer of a block: (K,) largest absolute values of its inputs}, and the hidden
         states.
     """
+    # Random tokens are used, because a model comes without texts.
     largest: dict[nn.Module, torch.Tensor] = {}
 
     def observe(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
