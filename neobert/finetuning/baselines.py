@@ -137,11 +137,13 @@ def fit_baselines(
     predictions = constant.predict(np.zeros((len(test_texts), 1)))
     baselines = [Baseline(name, predictions, len(labels))]
 
+    # The linear models see a sample of large data, and report its size.
     texts = train_texts
     if len(labels) > max_train_rows:
         sample = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
         texts = [train_texts[i] for i in sample]
         labels = labels[sample]
+    # scikit-learn refuses labels of one class, and texts without a single feature.
     has_characters = any(text.strip() for row in texts for text in _parts(row))
     if len(np.unique(labels)) < 2 or not has_characters:
         return baselines
@@ -171,6 +173,7 @@ def fit_embedding_baseline(
         regression: Whether labels are floats.
     """
     labels = np.asarray(train_labels)
+    # With inputs of unit variance, the same strengths suit every encoder.
     scale = train_embeddings.std() or 1.0
     strengths = (100.0, 10.0, 1.0, 0.1) if regression else (0.01, 0.1, 1.0, 10.0)
     best_value = -math.inf
@@ -179,6 +182,7 @@ def fit_embedding_baseline(
         candidate.fit(train_embeddings / scale, labels)
         predictions = candidate.predict(validation_embeddings / scale)
         value = METRICS[metric](np.asarray(validation_labels), predictions)
+        # The strength is selected on the validation rows, as the checkpoint of fine-tuning is.
         if value > best_value:
             best_value = value
             linear = candidate

@@ -48,6 +48,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, multi_label: bool) -
         logits: (N, C) logits of validation rows.
         labels: (N,) class numbers, or (N, C) zeros and ones of a multi-label task.
     """
+    # The temperature minimizes the mean negative log likelihood (Guo et al. 2017).
     logits = np.asarray(logits, dtype=np.float64)
     if not len(logits):
         return 1.0
@@ -60,6 +61,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, multi_label: bool) -
         chosen = log_softmax(scaled, axis=-1)[np.arange(len(labels)), labels]
         return float(-chosen.mean())
 
+    # The logarithm of the temperature is symmetric around 1.
     bounds = (np.log(_LOWEST), np.log(_HIGHEST))
     return float(np.exp(minimize_scalar(loss, bounds=bounds, method="bounded").x))
 

@@ -73,6 +73,7 @@ def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
     if not task.from_mnli or options.model.start == "none":
         return None, model
 
+    # The runs are sorted by their score, so that the last one is the best.
     runs = [folder for _, folder in runs_of_row(options, "mnli") if (folder / "best").is_dir()]
     if runs:
         logger.info("%s starts from the best MNLI run, %s.", task.name, runs[-1].name)

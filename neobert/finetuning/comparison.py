@@ -79,6 +79,7 @@ def compare(metric: str, own: Result, others: Sequence[Result]) -> dict[str, Any
     if not others:
         return {"baseline": None, "is_better": None, "statement": "No baseline was measured."}
 
+    # The error is that of the paired difference on the same test rows.
     best = max(others, key=lambda other: other.metrics[metric])
     difference, error = difference_and_error(metric, own.labels, own.predictions, best.predictions)
     shown = f"{metric.replace('_', ' ')} {difference:+.3f} ± {error:.3f}"
@@ -170,6 +171,7 @@ class Baselines:
         fitted = fit_baselines(
             _texts(train), _labels(train), _texts(test), regression=is_regression
         )
+        # A linear model needs at least two labels.
         if len(np.unique(_labels(train), axis=0)) > 1:
             fitted.append(self._embedding_baseline(metric))
         return [
@@ -182,6 +184,7 @@ class Baselines:
         if len(train) > MAX_TRAIN_ROWS:
             order = np.random.default_rng(0).permutation(len(train))
             train = train.select(order[:MAX_TRAIN_ROWS])
+        # The encoder is that of the start, before fine-tuning.
         encoder = PackedEncoder(
             self.options.model.model,
             dtype="float32",

@@ -54,6 +54,7 @@ def prepare(
         return Dataset.from_dict({**encoded, "labels": columns["label"]})
 
     train = tokenize(splits["train"])
+    # Held-out training rows come first, because they select the checkpoint.
     parts = {}
     if selection.selection == "heldout":
         kept, held_out = split_heldout(
@@ -64,6 +65,7 @@ def prepare(
     for split in task.validation:
         parts[split] = tokenize(splits[split])
 
+    # Trainer evaluates one data set, so that the parts are concatenated.
     slices = {}
     start = 0
     for name, part in parts.items():
@@ -117,6 +119,7 @@ def score_and_error(
 
             value = score(labels[split], predictions[split])
             error = bootstrap_error(score, labels[split], predictions[split])
+        # MNLI has two dev sets, and reports the mean of both.
         values.append(value)
         variances.append(error**2)
     return float(np.mean(values)), math.sqrt(sum(variances)) / len(values)
@@ -143,6 +146,8 @@ def task_baselines(task: Task, splits: Splits, selection: SelectionOptions) -> l
         train_labels = [train_labels[i] for i in kept]
 
     labels = {split: np.asarray(splits[split]["label"]) for split in task.validation}
+    # The baselines learn from the rows that fine-tuning learns from, and predict all dev sets at
+    # once.
     test_texts = [row for split in task.validation for row in texts(split)]
     ends = np.cumsum([len(labels[split]) for split in task.validation])[:-1]
     results = []

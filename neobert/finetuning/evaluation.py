@@ -58,6 +58,7 @@ def tokenize(
     from datasets import Dataset
 
     columns = [list(column) for column in zip(*examples.texts)]
+    # Tokenized twice, because the truncated result does not tell which texts were longer.
     complete = tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
     truncated = sum(len(ids) > max_length for ids in complete)
     is_tagged = task.name == TOKENS
@@ -82,6 +83,7 @@ def tokenize(
     token_labels = []
     for offsets, words, tags in zip(encoded.pop("offset_mapping"), examples.words, examples.labels):
         row_positions = token_positions(words, offsets)
+        # The tag of a word belongs to its first token; the loss ignores the others.
         row = np.full(len(offsets), IGNORED)
         for position, tag in zip(row_positions, tags):
             if position >= 0:
@@ -152,6 +154,7 @@ def calibration_inputs(
     for words, positions, tags in zip(
         word_logits(task, part, logits), part.positions, part.examples.labels
     ):
+        # Words beyond the maximum length have no logits.
         kept = np.flatnonzero(positions >= 0)
         rows.append(words[kept])
         labels += [numbers[tags[index]] for index in kept]
@@ -167,6 +170,7 @@ def label_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[s
 
     from sklearn.metrics import precision_recall_fscore_support
 
+    # The same function serves single-label rows (N,) and multi-label rows (N, labels).
     truth = np.asarray(labels, dtype=np.int64)
     columns = precision_recall_fscore_support(
         truth, predicted, labels=range(len(task.labels)), zero_division=0.0

@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.disabled = not is_main
     if is_main:
         log_options(options)
+    # Every process trains; the main process prints the result.
     result = finetune(options)
     if is_main:
         print(metrics_table(result))
@@ -115,9 +116,11 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
     data = options.data
     output = options.model.output
     check_model(model)
+    # The output may be removed or replaced, so it must not contain an input.
     inputs = [data.train, data.validation_file, data.test_file, model]
     check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
     task, splits = read_splits(data, _known_labels(options))
+    # The rows are read before the run is claimed, because the task depends on them.
     metric = options.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
         raise UserError(
@@ -170,6 +173,7 @@ def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArgum
     trainer = dict(options.trainer)
     if "learning_rate" not in trainer:
         hidden_size = encoder_hidden_size(options.model.model, options.model.trust_remote_code)
+        # Adapters have few parameters, and need a larger rate than a complete model.
         rate = default_learning_rate(hidden_size or 768)
         trainer["learning_rate"] = max(rate, LORA_LEARNING_RATE) if options.lora.lora else rate
         logger.info(
@@ -180,6 +184,7 @@ def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArgum
         )
     import torch
 
+    # On a CPU, torch warns about memory that is pinned for nothing.
     trainer.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     return training_arguments(folder, trainer, FIXED)
 
@@ -234,6 +239,7 @@ class Finetuning:
                 f"tokenizer.json), got one written in Python in {name}."
             )
 
+        # A new head is random, so that the seed is set before the model is loaded.
         set_seed(self.training.seed)
         model, new_head = load_classifier(
             name,
@@ -245,8 +251,10 @@ class Finetuning:
             auto_class=self.auto_class,
         )
         check_vocabulary(self.tokenizer, model, name)
+        # Labels are standardized for training. The saved model predicts in their unit again.
         if self.task.name == REGRESSION and output_layer(model) is not None:
             self.scaling = _label_scaling(self.splits.train.labels)
+        # Texts cannot be longer than the positions of the model.
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
         lora = options.lora.settings()
@@ -255,6 +263,7 @@ class Finetuning:
             model = add_adapters(model, lora, new_head, task_type)
 
         self._tokenize()
+        # Batches are padded here, and NeoBERT removes the padding again.
         collator: Any = DataCollatorWithPadding(self.tokenizer)
         if self.task.name == TOKENS:
             collator = DataCollatorForTokenClassification(self.tokenizer)
@@ -296,6 +305,7 @@ class Finetuning:
 
     def save(self, trainer: FinetuneTrainer, folder: Path) -> dict[str, Any]:
         """Write the model and its evaluation into a directory, and return the result."""
+        # All processes predict; only the main process evaluates and writes.
         validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
         test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
         if self.scaling is not None:
@@ -314,6 +324,7 @@ class Finetuning:
             scaling=self.scaling,
         )
         result.update(reload)
+        # `neobert predict` reads the task and the temperature from this file.
         temperature = (result["calibration"] or {}).get("temperature", 1.0)
         write_json(folder / TASK_FILE, task_record(self.task, self.max_length, temperature))
         self._plot(result, test_logits, folder)
@@ -330,12 +341,15 @@ class Finetuning:
         predicted = predictions(task, test, test_logits)
         own = measure(task, "fine-tuned", test.examples.labels, predicted, len(self.splits.train))
 
+        # The baselines are fitted on the same split.
         others: list[Result] = []
         if self.options.evaluation.baselines and trainer.is_world_process_zero():
             logger.info("Fitting the baselines on the training rows.")
             baselines = Baselines(task, self.splits, self.options, self.tokenizer, self.max_length)
             others = baselines.results(self.metric)
 
+        # The temperature is fitted on the validation rows, and its error measured on the test
+        # rows.
         calibration = None
         if task.name != REGRESSION:
             fitted = calibrate(
@@ -346,6 +360,7 @@ class Finetuning:
             calibration = asdict(fitted)
 
         history = trainer.evaluation_history()
+        # The weights are those of the best evaluation. Without a best step, those of the last.
         step = trainer.state.best_global_step
         selected = next((entry for entry in history if entry["step"] == step), history[-1])
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]

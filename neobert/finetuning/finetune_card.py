@@ -82,6 +82,7 @@ def _spaced(name: str) -> str:
 
 
 def _usage(name: str, task: TextTask) -> str:
+    # The pipeline joins the tokens of an entity only with an aggregation strategy.
     pipeline = "token-classification" if task.name == TOKENS else "text-classification"
     more = ', aggregation_strategy="first"' if task.name == TOKENS and task.bio else ""
     text = '"A text."'
@@ -115,6 +116,7 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
     if task.name != CLASSIFICATION:
         return f"{text}![F1 of the labels](label_f1.png)\n\n"
 
+    # A large matrix is readable as a picture only.
     labels = [printable(label) for label in task.labels]
     if len(labels) <= _MAX_MATRIX:
         matrix = [[label, *row] for label, row in zip(labels, result["confusion_matrix"])]

@@ -150,6 +150,7 @@ def fine_tune(
         result = summarize(trainer)
         if trainer.is_world_process_zero():
             result["baselines"] = [asdict(baseline) for baseline in baselines()]
+            # Models are large: by default, only that of the best run of a task is kept.
             keeps_all = run.options.output.keep_models == "all"
             is_better = result["selected"]["score"] > best_score
             result |= save_model(
@@ -199,6 +200,7 @@ def build_trainer(
 
     max_length = min(options.data.max_length, limit or options.data.max_length)
     train, evaluation, slices = prepare(run.task, splits, tokenizer, options.selection, max_length)
+    # The schedule depends on the number of rows that remain for training.
     args, steps = trainer_arguments(run, checkpoints, len(train))
 
     def compute_metrics(output: EvalPrediction) -> dict[str, float]:
@@ -234,6 +236,7 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     task = run.task
     standard_error, classes = _dev_statistics(trainer)
 
+    # Two scores per evaluation: `score` selects the checkpoint, `dev_score` is reported.
     history = trainer.evaluation_history()
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
 

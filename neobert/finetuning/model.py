@@ -58,6 +58,7 @@ def load_classifier(
     """
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # A regression has one output and no label names.
         config.num_labels = max(len(labels), 1)
         config.problem_type = problem_type
         if labels:
@@ -80,6 +81,8 @@ def load_classifier(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loadable(name, error) from error
 
+    # A new head may be missing or of another size. Missing weights of the encoder mean that
+    # another architecture was loaded, which would train from random weights.
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     prefix = f"{model.base_model_prefix}."
     encoder_keys = sorted(

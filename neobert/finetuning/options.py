@@ -273,6 +273,8 @@ class GlueOptions:
         """
         chosen = self.optimization
         preset = chosen.preset or DEFAULT_PRESET
+        # Lowest priority first: preset, rate by hidden size, LoRA, grid. An explicit option wins
+        # below.
         values: dict[str, Any] = dict(chosen.presets[preset].get(task.name, {}))
         if hidden_size is not None and self.uses_default_rate(hidden_size):
             from ..training.optimization import default_learning_rate
@@ -283,6 +285,7 @@ class GlueOptions:
         if chosen.grid:
             values |= self.lora.lora_grid_values if self.lora.lora else chosen.grid_values
 
+        # Each combination of the listed values is one run.
         axes = []
         for name in (f.name for f in fields(Hyperparameters)):
             value = getattr(chosen, name)
@@ -322,6 +325,8 @@ class GlueRun:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the run's results depend on, except machine and library versions."""
+        # LoRA is identified by its effective settings, so that its options without --lora do not
+        # matter.
         values = identity(self.options)
         for name in (f.name for f in fields(LoraOptions)):
             del values[name]
@@ -340,6 +345,7 @@ class GlueRun:
     @property
     def folder(self) -> Path:
         """Directory of the run: OUTPUT/name/task/hyperparameters and a digest of the settings."""
+        # The readable part of the name is not unique, but the digest of all settings is.
         settings: Mapping[str, Any] = self.settings
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         chosen = self.hyperparameters

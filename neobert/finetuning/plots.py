@@ -38,6 +38,7 @@ def plot_learning_curve(
     axes.set_ylabel("Training loss")
     axes.set_ylim(bottom=0)
 
+    # Loss and metric have different scales, and one axis each.
     other = axes.twinx()
     epochs = [entry["epoch"] for entry in history]
     other.plot(
@@ -77,6 +78,7 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     if len(labels) > MAX_LABELS:
         return False
     counts = np.asarray(matrix)
+    # Colors show fractions of a row, so that rare labels are visible, too.
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = 3.0 + 0.35 * len(labels)
     figure = Figure(figsize=(size + 1, size), dpi=120, layout="constrained")

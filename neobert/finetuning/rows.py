@@ -145,6 +145,7 @@ def find_columns(
     Raises:
         UserError: If the source has no rows, or a column is missing or cannot be inferred.
     """
+    # The first row names the columns.
     first = next(data.rows(source), None)
     if first is None:
         raise UserError(f"{source} must contain at least one row, got none.")
@@ -182,6 +183,7 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
     for row in data.rows(source, [*text_columns, *label_columns]):
         row_texts = tuple(row[name] for name in text_columns)
         values = [_parsed(row[name]) for name in label_columns]
+        # Rows without a text or a label are counted and reported.
         if any(_is_missing(value) for value in (*row_texts, *values)):
             omitted += 1
             continue
@@ -233,6 +235,7 @@ def encode_rows(
     if task.name == REGRESSION:
         return task, [Examples(rows, labels, []) for rows, labels in zip(texts, values)]
 
+    # The numbers of the labels follow from all parts, so that a rare label of the test is known.
     used: Counter = Counter()
     for part_labels in values:
         for label in part_labels:
@@ -241,6 +244,7 @@ def encode_rows(
     if not set(used) <= set(names):
         names = ()
     labels = tuple(names) or _ordered(used)
+    # A model that was trained on these labels keeps their numbers, and with them its head.
     if known is not None and set(known) == set(labels):
         labels = tuple(sorted(known, key=lambda label: known[label]))
     if len(labels) < 2 and task.name == CLASSIFICATION:
@@ -328,6 +332,7 @@ def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
         has_spans = bool(items) and all(isinstance(item, dict) for item in items)
         return TOKENS if is_split or has_spans else MULTI_LABEL
 
+    # Words are classes. Whole numbers are classes if there are few of them, otherwise values.
     numbers = [_number(value) for value in raw.labels]
     if raw.names or any(number is None for number in numbers):
         return CLASSIFICATION
@@ -398,6 +403,7 @@ def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, li
                 f"{lost:,}",
             )
 
+    # Tags with B- and I- are entities. Others, such as parts of speech, are tags of single words.
     names = {tag for examples in encoded for tags in examples.labels for tag in tags}
     bio = is_bio(names)
     if bio:
@@ -424,6 +430,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         tags, lost = tags_from_spans(value, words)
         return text, tags, words, lost
 
+    # A csv file has tokens and tags as texts, separated by spaces.
     tokens = text.split() if isinstance(text, str) else text
     tags = value.split() if isinstance(value, str) else value
     is_list = isinstance(tokens, list) and isinstance(tags, list)

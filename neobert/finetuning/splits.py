@@ -71,6 +71,7 @@ def read_splits(
 
     train_rows = raw[0]
     assert train_rows is not None
+    # The training rows alone decide the task, as they are there in every case.
     task = infer_task(train_rows, *columns, options.task)
     present: list[RawRows] = [part for part in raw if part is not None]
     task, encoded = encode_rows(task, present, known_labels)
@@ -82,6 +83,7 @@ def read_splits(
         0.0 if validation is not None else options.validation_percent / 100,
         0.0 if test is not None else options.test_percent / 100,
     ]
+    # Parts without a file of their own are split from the training rows.
     kept, validation_rows, test_rows = split_rows(task, train, fractions, options.split_seed)
     splits = Splits(
         train=train.select(kept),
@@ -158,6 +160,7 @@ def _report(task: TextTask, splits: Splits) -> None:
     sizes = [f"{name} {count:,}" for name, count in splits.sizes().items()]
     logger.info("Rows: %s", ", ".join(sizes))
 
+    # A model that remembers these texts looks better than it is.
     known = set(splits.train.texts)
     repeated = sum(texts in known for texts in splits.test.texts)
     if repeated:

@@ -63,6 +63,7 @@ def collect(output: str | Path) -> pandas.DataFrame:
                 "best_of_all_evaluations": result["best_of_all_evaluations"],
             }
         )
+    # Runs that differ in the seed only are averaged.
     groups = pandas.DataFrame(runs).groupby(["name", "task", "settings"], as_index=False)
     groups = groups.agg(
         score=("score", "mean"),
@@ -110,6 +111,7 @@ def write_tables(output: str | Path) -> str:
     """
     cells = collect(output)
 
+    # GLUE tables state percents.
     percent = (100 * cells["score"]).map("{:.1f}".format)
     spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
     table = cells.assign(text=percent + spread).pivot(index="name", columns="task")
@@ -117,6 +119,7 @@ def write_tables(output: str | Path) -> str:
     averages = (100 * table["score"].reindex(columns=TASKS)).mean(axis=1, skipna=False)
     texts["average"] = averages.map("{:.1f}".format).where(averages.notna())
 
+    # The published rows come first, then those measured here.
     rows = [[name, "published", *published] for name, published in GLUE.items()]
     for name, row in texts.iterrows():
         seeds = sorted({int(count) for count in table["seeds"].loc[name].dropna()})

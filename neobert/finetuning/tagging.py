@@ -105,6 +105,7 @@ def tags_from_spans(spans: Sequence[Mapping[str, Any]], words: Bounds) -> tuple[
     Returns:
         The tags, and the number of spans without a word of their own.
     """
+    # Longer spans come first, so that nested spans lose against the span around them.
     tags = [OUTSIDE] * len(words)
     lost = 0
     for span in sorted(spans, key=lambda item: (item["start"], -item["end"])):
@@ -162,6 +163,7 @@ def find_entities(tags: Sequence[str], words: Bounds, bio: bool = True) -> list[
     for index, tag in enumerate(tags):
         if tag == OUTSIDE:
             continue
+        # An I- tag continues an entity of its label right before it; otherwise it begins one.
         label = tag[2:] if bio else tag
         start, end = words[index]
         last = entities[-1] if entities else None

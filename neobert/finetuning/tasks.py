@@ -158,6 +158,7 @@ def load_task(task: Task, source: str) -> Splits:
     rows = _local_rows if Path(source).is_dir() or "://" in source else _hub_rows
     splits: Splits = {}
     for split in ("train", *task.validation):
+        # Columns instead of rows, because tokenizers take columns.
         columns: dict[str, list] = {name: [] for name in (*task.texts, "label")}
         splits[split] = columns
         for position, row in rows(source, task, split, list(columns)):
@@ -211,6 +212,7 @@ def _hub_rows(
 
 def _label(task: Task, position: str, label: Any) -> int | float:
     """Return a class number, or a float for regression."""
+    # csv files contain labels as texts, which are converted.
     label_type: type = float if task.regression else int
     highest = 5 if task.regression else len(task.labels) - 1
     try:

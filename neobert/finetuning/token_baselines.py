@@ -80,6 +80,7 @@ def _linear_tags(train: Examples, test: Examples) -> Tags:
 
 def _features(words: Sequence[str]) -> list[list[str]]:
     """Return the features of each word of a text: its characters, its form and its neighbors."""
+    # The usual features of taggers: the word, its shape, its beginning and end, its neighbors.
     padded = ["<s>", *words, "</s>"]
     rows = []
     for index, word in enumerate(words, start=1):
@@ -109,6 +110,7 @@ def _embedding_tags(
         labels += [tags[index] for index in kept]
         if len(labels) > _MAX_EMBEDDED_WORDS:
             break
+    # Inputs of unit variance, as for the embeddings of texts.
     stacked = np.concatenate(features)
     scale = stacked.std() or 1.0
     linear = _fit(stacked / scale, labels)

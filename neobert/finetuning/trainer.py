@@ -144,6 +144,7 @@ def make_trainer(
             selects the weights.
         patience: Number of evaluations without progress after which the run stops, or None.
     """
+    # Trainer evaluates at multiples of `eval_steps`; the last step may not be one.
     callbacks: list[TrainerCallback] = []
     if patience is not None:
         callbacks.append(EarlyStoppingCallback(patience))
@@ -198,6 +199,7 @@ def save_model(
         With `model_folder`, "reload_difference": the largest difference of a logit after the saved
         model has been loaded again.
     """
+    # The saved model is loaded again, and must give the same logits on a few rows.
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows: Any = trainer.eval_dataset
     first_rows = rows.select(range(min(8, len(rows))))
@@ -211,6 +213,7 @@ def save_model(
     if model_folder is None:
         return {}
     if scaling is not None:
+        # The output layer takes over the unit of the labels.
         scale_output(model, *scaling)
         before = before * scaling[0] + scaling[1]
 
