@@ -84,6 +84,7 @@ def environment_line(environment: Mapping[str, Any]) -> str:
     versions = fields.pop("versions", {})
     fields.pop("python", None)
 
+    # An installed package has no commit, and older results lack some of the fields.
     parts = [command and f"`{command}`", commit and f"commit {commit}", date, machine]
     if threads:
         parts.append(f"{threads} thread{'s' if threads != 1 else ''}")
@@ -155,6 +156,7 @@ def _cpuinfo(field: str) -> str:
 def _command() -> str:
     """Return the command line of this process, without secrets and local paths."""
     program = Path(sys.argv[0]).name
+    # `python -m package.module` replaces sys.argv[0] by the path of a file.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name not in (None, "__main__"):
         program = f"python -m {spec.name.removesuffix('.__main__')}"
@@ -164,6 +166,7 @@ def _command() -> str:
             program = str(path.relative_to(PACKAGE.parent))
         program = f"python {program}"
 
+    # Results are published: they must not contain tokens or home directories.
     arguments = [shorten_path(argument) for argument in redacted_arguments(sys.argv[1:])]
     return " ".join([program, *map(shlex.quote, arguments)])
 

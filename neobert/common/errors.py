@@ -90,6 +90,7 @@ def require(extra: str, *modules: str) -> None:
         is_installed = importlib.util.find_spec(name) is not None
         if is_installed and (not min_version or Version(version(name)) >= Version(min_version)):
             continue
+        # Packages may be imported by another name than that of their distribution.
         distribution = _DISTRIBUTIONS.get(name, name.replace("_", "-"))
         missing.append(f"'{distribution}>={min_version}'" if min_version else distribution)
 

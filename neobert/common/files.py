@@ -195,6 +195,7 @@ def _resolved(value: Any, data: Any, counter: Iterator[int]) -> Any:
     if isinstance(value, list):
         return [_resolved(part, data, counter) for part in value]
 
+    # A value that is a single reference, ${a.b}, takes over the type of its target.
     reference = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
     if reference is None:
         return value
@@ -227,6 +228,7 @@ def redacted_arguments(argv: Sequence[str]) -> list[str]:
     output = []
     hide_next = False
     for argument in argv:
+        # A secret may be in the same word, --token=X, or in the next one, --token X.
         option, equals, _ = argument.partition("=")
         is_secret = option.startswith("-") and bool(_SECRET.search(option))
         if hide_next and not argument.startswith("--"):

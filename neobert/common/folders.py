@@ -81,6 +81,8 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     check_new(output)
     target = Path(os.path.realpath(output))
     temporary = _temporary_folder(output)
+    # The lock keeps a second process from the temporary directory, and is released with the
+    # process.
     with locked(temporary):
         try:
             folder = temporary / "new"
@@ -88,6 +90,8 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             folder.mkdir()
             yield folder
 
+            # The data must be on disk before the name appears: a directory that exists is
+            # complete.
             for path in folder.rglob("*"):
                 if path.is_file():
                     flush(path)
@@ -124,6 +128,7 @@ def new_file(path: str | Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
+        # A full disk is reported without the name of the file.
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise

@@ -284,6 +284,7 @@ def name_tokenizer_class(folder: str | Path) -> None:
         return
     saved = read_json(path)
     settings = dict(saved)
+    # transformers 5 writes names that transformers 4 cannot read.
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if settings.get("tokenizer_class") == "TokenizersBackend":

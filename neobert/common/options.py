@@ -236,6 +236,7 @@ class OptionParser(Generic[OptionsT]):
 
         values = {}
         for name, value in vars(parsed).items():
+            # A list of one item may also be meant as a single value; the types decide later.
             is_single = isinstance(value, list) and len(value) == 1
             values[name] = value[0] if is_single else value
         return values
@@ -253,6 +254,7 @@ class OptionParser(Generic[OptionsT]):
             argument_default=argparse.SUPPRESS,
         )
 
+        # The options of Trainer that every user needs stand behind the first group.
         groups = list(_groups(self.options).values())
         for index, group in enumerate(groups):
             section = parser.add_argument_group(group.title)
@@ -277,6 +279,7 @@ class OptionParser(Generic[OptionsT]):
             shown = "" if default in (None, "") else f" (default: {default})"
             section.add_argument(_dashed(name), dest=name, metavar=kind, help=text + shown)
 
+        # The other options of Trainer are accepted, and only listed at the end of the help.
         for name in hints:
             if name not in self.fields and name not in TRAINER_HELP:
                 settings = _argparse_settings(hints[name], None)
@@ -453,6 +456,7 @@ def _rule(hint: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
     text = names.get(base, "a mapping" if typing.get_origin(base) is dict else str(base))
 
+    # The attributes of msgspec.Meta, in words.
     bounds = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
     limits = [
         f"{words} {getattr(meta, bound):,}"
@@ -547,6 +551,7 @@ def _split_recipes(
     in_front = True
     remaining = iter(argv)
     for word in remaining:
+        # A .yaml file behind an option is the value of that option.
         in_front = in_front and not word.startswith("-")
         if config_is_recipe and word.partition("=")[0] == "--config":
             path = word.partition("=")[2] or next(remaining, "")

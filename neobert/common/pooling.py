@@ -91,6 +91,7 @@ def write_sentence_transformers(
         max_length: Maximum sequence length in tokens.
         mode: Pooling mode, see `write_pooling`.
     """
+    # Every version of sentence-transformers reads these names; newer ones also have others.
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {

@@ -92,6 +92,7 @@ def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     tasks: dict[str, Any] = {}
     for name in names:
+        # A name may be a group of ours, a benchmark of MTEB, or a single task.
         if name in more:
             matches = more[name]
         elif name in benchmarks:

@@ -98,6 +98,7 @@ def on_main(function: Callable[[], ValueT]) -> ValueT:
             error = caught
             outcome[1] = True
 
+    # The other processes wait here, and learn of an error instead of waiting forever.
     if _is_distributed():
         distributed.broadcast_object_list(outcome, src=0, group=_gloo_group())
     value, has_failed = outcome
@@ -172,6 +173,7 @@ def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
 
     One warning names newer checkpoints that cannot be read.
     """
+    # A process that is killed while it writes leaves an incomplete checkpoint behind.
     damaged = []
     newest: tuple[int, Path] | None = None
     for step, path in reversed(checkpoints(folder).items()):

@@ -135,6 +135,7 @@ def lora_config(
     require("peft", "peft")
     from peft import LoraConfig
 
+    # The names of linear layers, where the default fits the architecture of the model.
     if targets == "auto":
         targets = default_targets(model.config)
     elif isinstance(targets, str) and targets != "all-linear":
@@ -159,6 +160,7 @@ def _check_targets(model: "nn.Module", targets: Sequence[str]) -> None:
     """
     from torch import nn
 
+    # PEFT ignores a target that matches no layer as long as another one does.
     layers = [
         name
         for name, module in model.named_modules()

@@ -54,6 +54,7 @@ def check_services(options: Mapping[str, Any]) -> None:
     """
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+    # Both errors would otherwise appear after data and models are loaded.
     trackers = options.get("report_to") or []
     trackers = [trackers] if isinstance(trackers, str) else trackers
     available = {"none", "all", *get_available_reporting_integrations()}

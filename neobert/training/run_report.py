@@ -72,6 +72,7 @@ class RunReport(TrainerCallback):
         if state.global_step != self.first_step + self.measured_steps:
             return
 
+        # The first step is not measured: it compiles, allocates and fills caches.
         remaining_steps = state.max_steps - state.global_step
         if state.is_world_process_zero and remaining_steps > 0:
             step_seconds = (time.monotonic() - self.start_time) / self.measured_steps
@@ -111,6 +112,7 @@ def describe_run(
         count = f"{epochs:.3g}"
         parts.append(f"{count} epoch" if count == "1" else f"{count} epochs")
 
+    # A stream has no length.
     dataset = getattr(train_dataloader, "dataset", None)
     if sequences is None and dataset is not None and has_length(dataset):
         sequences = len(dataset)
