@@ -3,6 +3,7 @@
 NeoBERT runs packed, without padding. Other models run on padded batches of texts of similar length.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..common.errors import UserError, one_line
 from ..common.files import read_json
 from ..common.loading import check_model, choose_device, load_tokenizer, text_limit
 from ..common.packing import pack
+from ..embeddings.cpu_forward import CpuClassifier
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
 from ..finetuning.calibration import probabilities
@@ -151,6 +153,10 @@ class PackedClassifier:
         self.tokenizer = load_tokenizer(name, trust_remote_code)
         self.model = self._load(name, options.inference.dtype, trust_remote_code)
         self.packs = self.model.config.model_type == "neobert"
+        self._forward: CpuClassifier | None = None
+        if CpuClassifier.supports(self.model):
+            with torch.no_grad():
+                self._forward = CpuClassifier(self.model)
 
         limit = text_limit(self.model, self.tokenizer)
         wanted = options.long_texts.max_length or record.max_length
@@ -304,6 +310,10 @@ class PackedClassifier:
             yield batch
 
     def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
+        if self._forward is not None:
+            # The model itself refuses token ids outside of the vocabulary with a message.
+            with contextlib.suppress(IndexError):
+                return list(self._forward(ids).float().numpy())
         logits = self.model(**pack(ids, self.device)).logits.float().cpu().numpy()
         if self.task.name != TOKENS:
             return list(logits)

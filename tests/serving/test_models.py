@@ -1,5 +1,8 @@
 """Test what the models of the server load and refuse, and the token ids of other tokenizers."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import tiktoken
@@ -14,6 +17,7 @@ from helpers.serving import (
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
+from neobert.embeddings.cpu_forward import CpuClassifier
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
 from neobert.serving.models import Classifier, public_name
@@ -76,14 +80,40 @@ def load(folder, kind, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_logits_have_the_same_bits_in_every_batch(classifier, dtype):
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_logits_have_the_same_bits_in_every_batch(classifier, dtype, is_fast):
     model = load(classifier, "classifier", dtype)
+    assert model._forward is not None
+    if not is_fast:
+        model._forward = None
     tokens = model.tokenize([(text,) for text in texts_of_all_lengths(40)], truncate=True)
     alone = [model.logits([ids])[0].tobytes() for ids in tokens]
     for size in (2, 7, 16, 40):
         batch = [row for i in range(0, 40, size) for row in model.logits(tokens[i : i + size])]
         assert [row.tobytes() for row in batch] == alone
     assert len(set(alone)) == 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype, pooling, tmp_path):
+    folder = shutil.copytree(classifier, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "classifier_pooling": pooling}))
+    model = load(folder, "classifier", dtype)
+    tokens = model.tokenize([(text,) for text in texts_of_all_lengths(20)], truncate=True)
+    fast = model.logits(tokens)
+    model._forward = None
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    np.testing.assert_allclose(fast, model.logits(tokens), atol=tolerance, rtol=2e-6)
+
+
+def test_a_model_with_a_hook_runs_its_own_forward(classifier):
+    model = load(classifier, "classifier").model
+    assert CpuClassifier.supports(model)
+    with model.model.register_forward_hook(lambda *arguments: None):
+        assert not CpuClassifier.supports(model)
+    assert not CpuClassifier.supports(model.model)
 
 
 def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
