@@ -79,6 +79,8 @@ WORKLOADS: dict[str, Sequence[int]] = {
     "8 x 128": [128] * 8,
     "4 x 512": [512] * 4,
 }
+# What follows from the figures on an AMD EPYC with AVX-512, VNNI and AVX512-BF16.
+CHOICE = """For one text of up to 60 tokens, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT."""  # noqa: E501
 REFERENCE = ("torch, padded", "float32")
 MODELS = {"bundled": "Bundled encoder, 4 blocks of 384", "768x6": "6 blocks of 768"}
 # Formats of `neobert export` and the path of an export relative to the directory of a model.
@@ -472,7 +474,7 @@ def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
             errors = [f"- {engine}: {reason}" for engine, reason in model["errors"].items()]
             parts += ["### Not measured", "\n".join(errors)]
 
-    parts.append("## Which engine to choose")
+    parts += ["## Which engine to choose", CHOICE]
     parts.append(
         "The last column is the time of `PackedEncoder` over that of the fastest engine of the "
         "same precision, 1.00 where it is the fastest."
