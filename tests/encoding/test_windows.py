@@ -38,15 +38,16 @@ WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}
 
 
 def documents(count=14):
-    """Of 0 to 260 tokens: the model reads 64."""
-    generator, found = random.Random(0), ["", "a cat", "Dogs ran. It sat!"]
+    """Return texts of 0 to 260 tokens, for a model that reads 64."""
+    generator = random.Random(0)
+    texts = ["", "a cat", "Dogs ran. It sat!"]
     for number in range(3, count):
         sentences = [
             " ".join(generator.choices(WORDS, k=generator.randrange(2, 17))).capitalize()
             for _ in range(generator.choice((1, 3, 6, 30)) + number % 2)
         ]
-        found.append(". ".join(sentences) + ".")
-    return found
+        texts.append(". ".join(sentences) + ".")
+    return texts
 
 
 @pytest.fixture(name="corpus")
@@ -57,8 +58,8 @@ def make_documents(tmp_path):
     return path
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+def assert_close(embeddings, expected):
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def test_windows_are_what_sentence_transformers_makes_of_the_parts(
     parts = [texts[place["row"]][place["start"] : place["end"]] for place in places]
     assert [place["row"] for place in places] == sorted(place["row"] for place in places)
     assert {place["row"] for place in places} == {*range(len(texts))} and len(places) > 60
-    close(vectors, reference.encode(parts, prompt=prompt))
+    assert_close(vectors, reference.encode(parts, prompt=prompt))
 
 
 def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
@@ -90,7 +91,7 @@ def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(mode
     second = word[windows.starts[1] : windows.ends[1]]
     vectors = encoder.embed(windows.tokens)
     assert np.abs(vectors[1] - encoder.encode([second])[0]).max() > 1e-3, "docs/embeddings.md"
-    close(vectors[0], encoder.encode([word[: windows.ends[0]]])[0])
+    assert_close(vectors[0], encoder.encode([word[: windows.ends[0]]])[0])
 
 
 def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model_folder):
@@ -154,9 +155,9 @@ def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == rows
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in documents())
-    told = capsys.readouterr().out
-    assert f"out.parquet: 14 texts in {len(rows)} windows; this run 14 texts of" in told
-    assert told.endswith(
+    output = capsys.readouterr().out
+    assert f"out.parquet: 14 texts in {len(rows)} windows; this run 14 texts of" in output
+    assert output.endswith(
         f"none truncated, the longest has {longest} tokens; all parts are complete\n"
     )
 
