@@ -196,6 +196,7 @@ class Distillation:
         self.training = training
         self.sources = sources
         self.others = others
+        self.teacher_layers: list[int] = []
 
     def build(self) -> DistillTrainer:
         """Read the texts, compute the embeddings of the teacher, and return the trainer."""
@@ -242,6 +243,7 @@ class Distillation:
             model.teacher, self.training.device, trust_remote_code=model.trust_remote_code
         )
         layers = teacher_layers(student, exact_teacher, model.teacher_layers)
+        self.teacher_layers = layers.numbers
         student_model: Any = student[0].auto_model
         settings = [
             model_digest(model.teacher),
@@ -336,6 +338,7 @@ class Distillation:
         counts |= {name: len(texts) for name, texts in self.texts.other.items()}
         result = {
             "texts": counts,
+            "teacher_layers": self.teacher_layers,
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
             "seconds": training_time(trainer)["seconds"],

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.environment import shorten_path
+from ..common.errors import listed
 from ..common.files import write_text
 from ..common.model_card import base_model_metadata, front_matter
 from ..common.tables import markdown_table
@@ -56,6 +57,12 @@ def write_card(
     if other_names:
         explanation += f" Texts of types that the student was not trained on: {other_names}."
     warning = f"**Warning:** {result['warning']}\n\n" if result["warning"] else ""
+    start = ""
+    if result["teacher_layers"]:
+        start = (
+            f" The blocks were initialized from the layers {listed(result['teacher_layers'])} of "
+            f"the teacher, with {options.model.transfer_steps} training steps each."
+        )
     licenses = [[source.name, source.license or "not stated"] for source in sources]
     losses = (
         f"{loss.cosine_weight:g} x (1 - cosine), {loss.similarity_weight:g} x KL divergence of the "
@@ -85,7 +92,7 @@ Mean cosine between the embeddings of student and teacher, and Spearman correlat
 {_agreement_table(result["comparison"])}
 {_retrieval_section(result["comparison"])}{warning}## Training
 
-{counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs. Loss: {losses}.
+{counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs.{start} Loss: {losses}.
 `figures.json` contains the settings, the losses and the agreement at every evaluation.
 {environment["hardware"]}, {environment["threads"]} threads; {commit}{environment["date"]}.
 

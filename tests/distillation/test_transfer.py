@@ -278,6 +278,8 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     # A student with random blocks has a mean cosine of about 0.
     assert figures["comparison"]["start"]["validation_cosine"] > 0.6
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "initialized from the layers 0, 2 of the teacher, with 10 training steps each" in card
     loaded = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
     assert loaded.encode(["a cat"]).shape == (1, 32)
 
