@@ -135,7 +135,7 @@ class _Interrupt(TrainerCallback):
 def test_a_version_of_peft_that_transformers_refuses(
     model_folder, triplets, tmp_path, monkeypatch, capsys
 ):
-    """The refusal comes before the output is made."""
+    """The command refuses before it creates the output directory."""
     pytest.importorskip("peft")
     from transformers.integrations import peft as integration
 
@@ -280,8 +280,9 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, 
     argv = ["--pairs", str(train), "--learning_rate", "2e-3"]
     argv += ["--validation-file", str(validation)]
     assert main(arguments_for(model_folder, tmp_path / "out", *argv)) == 0
-    found = json.loads((tmp_path / "out" / "result.json").read_text())["training"]["validation"]
-    assert (found["queries"], found["texts"]) == (12, 14)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    scores = result["training"]["validation"]
+    assert (scores["queries"], scores["texts"]) == (12, 14)
     assert "1 of 13 queries are trained on" in caplog.text
     assert "12 held-out queries among 14 texts" in capsys.readouterr().out
     texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
@@ -298,7 +299,7 @@ def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, 
         names = ("recall@1", "recall@10", "mrr@10")
         expected = dict(zip(names, measures.mean(0).tolist()))
         expected |= dict(zip([f"{n}_se" for n in names], (measures.std(0) / 12**0.5).tolist()))
-        assert found[when] == pytest.approx(expected, abs=1e-6)
+        assert scores[when] == pytest.approx(expected, abs=1e-6)
         line = f"| {when} | {expected['recall@1']:.3f} ± {expected['recall@1_se']:.3f} |"
         assert line in (tmp_path / "out" / "README.md").read_text()
     pairs = ["--pairs", str(validation), "--trust-remote-code"]

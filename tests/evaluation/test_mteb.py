@@ -238,7 +238,7 @@ def test_scores_are_those_of_the_librarys_evaluators(model_folder, encoder, tmp_
     made, with and without a prompt."""
     queries = {f"q{i}": text for i, text in enumerate(TEXTS[:8])}
     documents = {f"d{i}": text for i, text in enumerate(TEXTS)}
-    relevant = {name: set(found) for name, found in TinyRetrieval.relevant.items()}
+    relevant = {name: set(document_ids) for name, document_ids in TinyRetrieval.relevant.items()}
     for choice, prompt in (("none", None), ("mteb", "Instruction: Find me. Query: ")):
         report = run(
             model_folder, tmp_path / choice, "TinyRetrieval", "TinyAggregate", instructions=choice
@@ -300,8 +300,8 @@ def test_instructions_are_on_the_side_of_the_query(encoder):
         model = PackedModel(encoder, "neobert/x", "1", instructions, "I: {instruction} Q: ")
         return [model.prompt(*side) for side in sides]
 
-    *found, other = prompts({})
-    assert found == ["I: Find me. Q: ", "", "I: Find the same. Q: "]
+    *instructions, other = prompts({})
+    assert instructions == ["I: Find me. Q: ", "", "I: Find the same. Q: "]
     assert other.startswith("I: "), "a task without a prompt has its type's"
     chosen = prompts({"TinyRetrieval": "Mine.", "STS": "All of them."})
     assert chosen == ["I: Mine. Q: ", "", *["I: All of them. Q: "] * 2]
