@@ -51,7 +51,7 @@ These alternatives were measured and rejected:
 | huge pages, hints of the number of rows for packing | no difference |
 | `torch.jit` | cannot trace prepacked weights, and is deprecated |
 
-Not measured: a forward pass that is compiled with frozen weights, and CTranslate2.
+Not measured: a forward pass that is compiled with frozen weights. [peers](peers.md) has CTranslate2 and other engines.
 """  # noqa: E501
 GRAPHS = {"float32": "model.onnx", "int8": "model_quantized.onnx"}
 

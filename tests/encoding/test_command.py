@@ -305,7 +305,8 @@ def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder,
     with open(source / "a.jsonl", "a") as file:
         file.write('{"id": "x", "text": "x"}\n')
     size = (source / "a.jsonl").stat().st_size
-    with pytest.raises(UserError, match=rf"contains the embeddings of a.jsonl with .*a.jsonl has {size}"):
+    message = f"contains the embeddings of a.jsonl with .*a.jsonl has {size}"
+    with pytest.raises(UserError, match=message):
         embed(source, out, model_folder, encoder, rows=2)
 
 
