@@ -13,7 +13,7 @@ import pyarrow
 
 from ..common import data
 from ..common.errors import UserError, listed, one_line, shortened
-from .options import EncodeOptions
+from .options import CorpusOptions
 
 
 # Columns of windows: the text, and the characters of the window.
@@ -26,21 +26,27 @@ WINDOW_COLUMNS = {
 _INFERENCE_ROWS = 100_000
 # Integers as Python writes them: "007", "+7" and "1e3" stay text.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
-# The types that are inferred, in this order, and the kinds of values that they represent exactly.
-_KINDS = {
+# The types that are inferred, in this order, and the JSON types that they represent exactly.
+_JSON_TYPES = {
     pyarrow.bool_(): {"boolean"},
     pyarrow.int64(): {"integer", "large integer"},
     pyarrow.float64(): {"float", "integer"},
 }
 
 
-def copied_columns(options: EncodeOptions, files: Sequence[data.File]) -> pyarrow.Schema:
+def copied_columns(
+    corpus: CorpusOptions, files: Sequence[data.File], has_windows: bool
+) -> pyarrow.Schema:
     """Return the Arrow schema of the columns to copy.
+
+    Args:
+        corpus: Options of the input.
+        files: Input files.
+        has_windows: Whether the output has the columns of windows.
 
     Raises:
         UserError: If there are no rows, or if an option names a column that cannot be used.
     """
-    corpus = options.corpus
     first = next((file for file in files if not data.is_empty(file)), None)
     if first is None:
         raise UserError(f"{corpus.source} must contain at least one text, got no rows.")
@@ -56,7 +62,7 @@ def copied_columns(options: EncodeOptions, files: Sequence[data.File]) -> pyarro
     if corpus.keep is not None:
         names = [name.strip() for text in corpus.keep for name in text.split(",")]
     reserved = ["embedding"]
-    if options.long_texts.long_texts == "windows":
+    if has_windows:
         reserved += WINDOW_COLUMNS
     if taken := [name for name in names if name in reserved]:
         raise UserError(
@@ -72,11 +78,15 @@ def copied_columns(options: EncodeOptions, files: Sequence[data.File]) -> pyarro
         is_text = is_text or (name == corpus.text_column and not is_typed)
         types[column] = pyarrow.string() if is_text else None
     if is_typed:
-        known = dict(zip(schema.names, schema.types))
+        input_types = dict(zip(schema.names, schema.types))
     else:
-        known = inferred_types(files, [name for name, kind in types.items() if kind is None])
+        untyped = [name for name, arrow_type in types.items() if arrow_type is None]
+        input_types = inferred_types(files, untyped)
     return pyarrow.schema(
-        [(name, kind or known.get(name, pyarrow.string())) for name, kind in types.items()]
+        [
+            (name, arrow_type or input_types.get(name, pyarrow.string()))
+            for name, arrow_type in types.items()
+        ]
     )
 
 
@@ -96,9 +106,9 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
             ]
         elif file.format != ".parquet":
             values = [_parsed(value, file) for value in values]
-            allowed = _KINDS.get(field.type)
+            allowed = _JSON_TYPES.get(field.type)
             for value in values:
-                if allowed and value is not None and _kind(value) not in allowed:
+                if allowed and value is not None and _json_type(value) not in allowed:
                     raise ValueError(f"got {shortened(json.dumps(value, default=str), 60)}")
         return pyarrow.array(values, field.type)
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
@@ -115,20 +125,22 @@ def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str
     Complete files are read, in the order of their names, until there are `_INFERENCE_ROWS` rows. So
     all shards infer the same types, and a file that is added later does not change them.
     """
-    kinds: dict[str, set[str | None]] = {name: set() for name in names}
+    json_types: dict[str, set[str | None]] = {name: set() for name in names}
     count = 0
     for file in files if names else ():
         for _, row in data.numbered_rows(file, names):
             count += 1
             for name, value in row.items():
-                kinds[name].add(_kind(_parsed(value, file)))
+                json_types[name].add(_json_type(_parsed(value, file)))
         if count >= _INFERENCE_ROWS:
             break
 
     types = {}
-    for name, seen in kinds.items():
+    for name, seen in json_types.items():
         seen.discard(None)
-        fitting = [kind for kind, allowed in _KINDS.items() if seen and seen <= allowed]
+        fitting = [
+            arrow_type for arrow_type, allowed in _JSON_TYPES.items() if seen and seen <= allowed
+        ]
         types[name] = fitting[0] if fitting else pyarrow.string()
     return types
 
@@ -140,8 +152,8 @@ def _parsed(value: object, file: data.File) -> object:
     return int(value) if _INTEGER.fullmatch(value) else value or None
 
 
-def _kind(value: object) -> str | None:
-    """Return the kind of a value, as in `_KINDS`, "other", or None for a missing value."""
+def _json_type(value: object) -> str | None:
+    """Return the type of a value, as in `_JSON_TYPES`, "other", or None for a missing value."""
     if value is None:
         return None
     if isinstance(value, bool):

@@ -35,11 +35,12 @@ from .folder import (
     read_metadata,
 )
 from .manifest import Manifest, Truncation
-from .options import OPTIONS, EncodeOptions
+from .options import OPTIONS, CorpusOptions, EncodeOptions
 
 
 if TYPE_CHECKING:
     from ..embeddings.packed_encoder import PackedEncoder
+    from .corpus_encoder import CorpusEncoder
 
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -171,7 +172,7 @@ def encode(
         UserError: If an input is invalid, or if the output is not one of these options.
     """
     shard = Shard.from_text(options.inference.shard)
-    files, output = _check_paths(options, shard)
+    files, output = _check_paths(options.corpus, options.model.model, shard.count)
     digest = model_digest(options.model.model)
     settings = identity(options)
     if digest != "unknown":
@@ -226,13 +227,14 @@ def _encode_missing(
 ) -> dict[str, Any]:
     """Encode the missing parts of this shard, and return the summary's fields about the run."""
     manifest = folder.read_manifest()
-    columns = copied_columns(options, files) if manifest is None else None
+    columns = None
+    if manifest is None:
+        columns = copied_columns(options.corpus, files, options.long_texts.long_texts == "windows")
 
     # A run with nothing left to do ends without importing torch.
     import torch
 
     from ..common.loading import choose_device, choose_dtype
-    from .corpus_encoder import CorpusEncoder
     from .parts import encode_files
 
     device = str(choose_device(options.inference.device))
@@ -242,16 +244,19 @@ def _encode_missing(
         dtype = str(choose_dtype(options.inference.dtype, device)).removeprefix("torch.")
     else:
         dtype = manifest.dtype
-    corpus_encoder = CorpusEncoder(options, dtype, device, encoder)
+    corpus_encoder = _corpus_encoder(options, dtype, device, encoder)
 
     if manifest is None:
         assert columns is not None
-        new_manifest = corpus_encoder.manifest(settings, digest, columns, files)
+        ranges = None
+        if options.embeddings.output_dtype == "int8":
+            ranges = corpus_encoder.ranges(files, options.corpus.text_column)
+        new_manifest = corpus_encoder.manifest(settings, digest, columns, ranges)
         manifest = folder.write_manifest(new_manifest)
         manifest.check_settings(settings, folder.url)
         if manifest.dtype != corpus_encoder.encoder.dtype_name:
             # Another process wrote its manifest first, with another measurement.
-            corpus_encoder = CorpusEncoder(options, manifest.dtype, device)
+            corpus_encoder = _corpus_encoder(options, manifest.dtype, device)
 
     indices = {file: index for index, file in enumerate(files)}
 
@@ -268,7 +273,9 @@ def _encode_missing(
     tokens = 0
     start = time.perf_counter()
     with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
-        blocks = encode_files(corpus_encoder, manifest, folder, todo, is_wanted, bar.update)
+        blocks = encode_files(
+            corpus_encoder, manifest, folder, todo, options.corpus, is_wanted, bar.update
+        )
         for block_texts, block_tokens in blocks:
             texts += block_texts
             tokens += block_tokens
@@ -276,21 +283,42 @@ def _encode_missing(
     return {"encoded_texts": texts, "encoded_tokens": tokens, "seconds": seconds}
 
 
-def _check_paths(options: EncodeOptions, shard: Shard) -> tuple[list[data.File], str]:
+def _corpus_encoder(
+    options: EncodeOptions, dtype: str, device: str, encoder: "PackedEncoder | None" = None
+) -> "CorpusEncoder":
+    """Return the encoder of the options; `encoder` is loaded already."""
+    from ..embeddings.packed_encoder import PackedEncoder
+    from .corpus_encoder import CorpusEncoder, check_limit
+
+    if encoder is None:
+        encoder = PackedEncoder(
+            options.model.model,
+            dtype,
+            device,
+            options.inference.batch_tokens,
+            **options.encoder.settings(),
+        )
+    check_limit("max_length", options.encoder.max_length, encoder.max_length)
+    return CorpusEncoder(encoder, options.model, options.long_texts, options.embeddings)
+
+
+def _check_paths(
+    corpus: CorpusOptions, model: str, shard_count: int
+) -> tuple[list[data.File], str]:
     """Return the input files and the output.
 
     Raises:
         UserError: If the paths cannot be used.
     """
-    source = options.corpus.source
-    output = options.corpus.output.rstrip("/")
+    source = corpus.source
+    output = corpus.output.rstrip("/")
     is_file = output.endswith(".parquet")
     if not is_file and Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UserError(
             f"`output` must be a directory or end in .parquet, got {output}. Convert the parquet "
             "file afterwards if you need another format."
         )
-    if is_file and shard.count > 1:
+    if is_file and shard_count > 1:
         raise UserError(
             "`output` must be a directory for several shards, got a .parquet file. Parts are "
             "distributed over processes in a directory only."
@@ -299,8 +327,8 @@ def _check_paths(options: EncodeOptions, shard: Shard) -> tuple[list[data.File],
     files = data.files(source)
     is_glob = bool(set("*?[") & {*source})
     check_disjoint(output, *([] if is_glob else [source]))
-    if Path(options.model.model).exists():
-        check_disjoint(output, options.model.model)
+    if Path(model).exists():
+        check_disjoint(output, model)
 
     stems = [part_stem(file) for file in files]
     duplicates = [file.name for file in files if stems.count(part_stem(file)) > 1]

@@ -16,7 +16,7 @@ from ..embeddings.packed_encoder import PackedEncoder
 from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
 from .columns import WINDOW_COLUMNS
 from .manifest import Manifest, Truncation, encode_schema
-from .options import EncodeOptions
+from .options import EmbeddingOptions, LongTextOptions, ModelOptions
 
 
 # The ranges of int8 are those of the embeddings of the first texts, of which the first characters
@@ -35,10 +35,10 @@ class CorpusEncoder:
     """Encoder with the prompt, the windows and the form of the embeddings that options describe.
 
     Args:
-        options: Options of the command.
-        dtype: Precision of the model.
-        device: Device of the model.
-        encoder: Loaded encoder; by default that of the options.
+        encoder: Loaded encoder.
+        model: Name of the model, and the prompt.
+        long_texts: Treatment of long texts.
+        embeddings: Form of the embeddings.
 
     Raises:
         UserError: If the model cannot be used with the options.
@@ -46,37 +46,29 @@ class CorpusEncoder:
 
     def __init__(
         self,
-        options: EncodeOptions,
-        dtype: str,
-        device: str,
-        encoder: PackedEncoder | None = None,
+        encoder: PackedEncoder,
+        model: ModelOptions,
+        long_texts: LongTextOptions,
+        embeddings: EmbeddingOptions,
     ) -> None:
-        if encoder is None:
-            encoder = PackedEncoder(
-                options.model.model,
-                dtype,
-                device,
-                options.inference.batch_tokens,
-                **options.encoder.settings(),
-            )
-        dimension = options.embeddings.truncate_dim
-        _check_limit("max_length", options.encoder.max_length, encoder.max_length)
-        _check_limit("truncate_dim", dimension, encoder.embedding_dimension)
+        dimension = embeddings.truncate_dim
+        check_limit("truncate_dim", dimension, encoder.embedding_dimension)
 
-        self.options = options
         self.encoder = encoder
+        self.model = model.model
+        self.output_dtype = embeddings.output_dtype
         self.dimension = dimension or encoder.embedding_dimension
         # Leading dimensions of an embedding of unit length are shorter.
         is_shortened = bool(dimension and encoder.normalizes)
-        self.normalize = options.embeddings.normalize or is_shortened
+        self.normalize = embeddings.normalize or is_shortened
 
-        prompt = options.model.prompt
-        self.prompt = encoder.prompt(options.model.prompt_name) if prompt is None else prompt
+        prompt = model.prompt
+        self.prompt = encoder.prompt(model.prompt_name) if prompt is None else prompt
 
         self.windows: WindowSettings | None = None
-        if options.long_texts.long_texts == "windows":
+        if long_texts.long_texts == "windows":
             self.windows = WindowSettings.for_encoder(
-                encoder, self.prompt, options.long_texts.window, options.long_texts.overlap
+                encoder, self.prompt, long_texts.window, long_texts.overlap
             )
 
     def manifest(
@@ -84,7 +76,7 @@ class CorpusEncoder:
         settings: Mapping[str, Any],
         digest: str,
         columns: pyarrow.Schema,
-        files: Sequence[File],
+        ranges: list[list[float]] | None,
     ) -> Manifest:
         """Return the manifest of a new output.
 
@@ -92,20 +84,20 @@ class CorpusEncoder:
             settings: Options that affect results.
             digest: Digest of the model.
             columns: Columns to copy.
-            files: Input files; the ranges of int8 are those of their first texts.
+            ranges: Minimum and maximum of each dimension, for int8.
         """
-        folder = Path(self.options.model.model)
+        folder = Path(self.model)
         config = getattr(self.encoder.sentence_transformer[0].auto_model, "config", None)
-        output_dtype = self.options.embeddings.output_dtype
 
         fields = list(columns)
         if self.windows is not None:
-            fields += [pyarrow.field(name, kind) for name, kind in WINDOW_COLUMNS.items()]
-        size = -(-self.dimension // 8) if output_dtype == "binary" else self.dimension
-        fields.append(pyarrow.field("embedding", pyarrow.list_(_ARROW_TYPES[output_dtype], size)))
+            fields += list(pyarrow.schema(WINDOW_COLUMNS))
+        size = -(-self.dimension // 8) if self.output_dtype == "binary" else self.dimension
+        embedding_type = pyarrow.list_(_ARROW_TYPES[self.output_dtype], size)
+        fields.append(pyarrow.field("embedding", embedding_type))
 
         return Manifest(
-            model=folder.resolve().name if folder.exists() else self.options.model.model,
+            model=folder.resolve().name if folder.exists() else self.model,
             revision=None if folder.exists() else getattr(config, "_commit_hash", None),
             digest=digest,
             pooling=self.encoder.pooling,
@@ -114,11 +106,11 @@ class CorpusEncoder:
             max_length=self.encoder.max_length,
             long_texts="truncate" if self.windows is None else asdict(self.windows),
             dtype=self.encoder.dtype_name,
-            output_dtype=output_dtype,
+            output_dtype=self.output_dtype,
             dimension=self.dimension,
             version=__version__,
             settings=dict(settings),
-            ranges=self.ranges(files) if output_dtype == "int8" else None,
+            ranges=ranges,
             schema=encode_schema(pyarrow.schema(fields)),
         )
 
@@ -142,20 +134,21 @@ class CorpusEncoder:
             embeddings = embeddings / np.maximum(norms, 1e-12)
         return embeddings
 
-    def ranges(self, files: Sequence[File]) -> list[list[float]]:
+    def ranges(self, files: Sequence[File], text_column: str) -> list[list[float]]:
         """Return the minima and maxima of the dimensions in the first embeddings of a corpus.
 
         The first texts alone determine them, so all shards compute the same ranges.
         """
-        column = self.options.corpus.text_column
-        rows = (row for file in files for _, row in numbered_rows(file, [column], [column]))
+        columns = [text_column]
+        rows = (row for file in files for _, row in numbered_rows(file, columns, columns))
         first = itertools.islice(rows, _RANGE_TEXTS)
-        windows, _ = self.tokenize([row[column][:_RANGE_CHARACTERS] for row in first])
+        windows, _ = self.tokenize([row[text_column][:_RANGE_CHARACTERS] for row in first])
         embeddings = self.embed(windows.tokens[:_RANGE_TEXTS])
         return [embeddings.min(axis=0).tolist(), embeddings.max(axis=0).tolist()]
 
 
-def _check_limit(name: str, value: int | None, limit: int | None) -> None:
+def check_limit(name: str, value: int | None, limit: int | None) -> None:
+    """Raise an error if the value of an option is above the limit of the model."""
     if value is not None and limit is not None and value > limit:
         raise UserError(
             f"`{name}` must be at most {limit:,}, the value of the model, got {value:,}. Lower "

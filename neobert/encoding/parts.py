@@ -24,6 +24,7 @@ from .columns import WINDOW_COLUMNS, column_array
 from .corpus_encoder import CorpusEncoder
 from .folder import MANIFEST_KEY, PART_KEY, Folder, new_file, part_name
 from .manifest import Manifest, Truncation
+from .options import CorpusOptions
 
 
 # Maximum number of characters of the texts in memory, which counts where texts are very long.
@@ -93,6 +94,7 @@ def encode_files(
     manifest: Manifest,
     folder: Folder,
     files: Iterable[File],
+    corpus: CorpusOptions,
     is_wanted: Callable[[File, int], bool],
     progress: Callable[[int], object],
 ) -> Iterator[tuple[int, int]]:
@@ -105,11 +107,11 @@ def encode_files(
         manifest: Manifest of the output.
         folder: Directory of the parts.
         files: Input files.
+        corpus: Text column and number of rows of a part.
         is_wanted: Function of an input file and the index of a part of it.
         progress: Function that is called with the number of finished texts after each batch.
     """
     schema = manifest.arrow_schema
-    corpus = encoder.options.corpus
     written = {"embedding", *(WINDOW_COLUMNS if encoder.windows else ())}
     copied = [name for name in schema.names if name not in written]
     columns = list(dict.fromkeys([corpus.text_column, *copied]))
