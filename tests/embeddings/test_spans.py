@@ -66,25 +66,25 @@ CASES = {  # text, window, overlap: windows; a word and a full stop are a token 
 
 @pytest.mark.parametrize("name", CASES)
 def test_where_a_text_is_divided(name):
-    given, expected = CASES[name]
-    assert divided(*given) == expected
+    arguments, expected = CASES[name]
+    assert divided(*arguments) == expected
 
 
 def test_chinese_and_japanese():
     """No white space: sentences end at their own marks, and a longer one after any character."""
     text = "我爱你。他说「走吧。」她走了！今天天气很好非常好"
-    found = ["我爱你。", "他说「走吧。", "」她走了！", "今天天气很好", "非常好"]
-    assert divided(text, 6, 0, characters) == found
-    found = ["我爱你。", "他说「走吧。」", "她走了！", "今天天气很好非常", "好"]
-    assert divided(text, 8, 0, characters) == found
+    expected = ["我爱你。", "他说「走吧。", "」她走了！", "今天天气很好", "非常好"]
+    assert divided(text, 6, 0, characters) == expected
+    expected = ["我爱你。", "他说「走吧。」", "她走了！", "今天天气很好非常", "好"]
+    assert divided(text, 8, 0, characters) == expected
 
 
 def test_a_character_of_several_tokens_is_not_divided():
     """Byte-level tokenizers give an emoji four tokens, all of them with its place."""
     text = "ab 🦉🦉 c"
     offsets = [(0, 2), (3, 4), (3, 4), (3, 4), (3, 4), (4, 5), (4, 5), (4, 5), (4, 5), (6, 7)]
-    found = spans(text, offsets, 6, 0)
-    assert [(s.first, s.stop, text[s.start : s.end]) for s in found] == [
+    windows = spans(text, offsets, 6, 0)
+    assert [(s.first, s.stop, text[s.start : s.end]) for s in windows] == [
         (0, 1, "ab"),
         (1, 5, "🦉"),
         (5, 10, "🦉 c"),
@@ -96,8 +96,8 @@ def test_a_character_of_several_tokens_is_not_divided():
 def test_a_tokenizer_that_counts_the_space_to_the_word():
     text = "Ab cd. Ef gh."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 13)]
-    found = spans(text, offsets, 4, 0)
-    assert [text[s.start : s.end] for s in found] == ["Ab cd.", "Ef gh."]
+    windows = spans(text, offsets, 4, 0)
+    assert [text[s.start : s.end] for s in windows] == ["Ab cd.", "Ef gh."]
 
 
 def test_every_token_is_in_a_window_and_offsets_increase():
@@ -108,16 +108,18 @@ def test_every_token_is_in_a_window_and_offsets_increase():
         offsets = (characters if trial % 2 else words)(text)
         window = generator.randrange(1, 12)
         overlap = generator.randrange(window)
-        found = spans(text, offsets, window, overlap)
-        case = repr((text, window, overlap, found))
+        windows = spans(text, offsets, window, overlap)
+        case = repr((text, window, overlap, windows))
         if not offsets:
-            assert found == [Span(0, 0, 0, 0)], case
+            assert windows == [Span(0, 0, 0, 0)], case
             continue
-        assert {i for s in found for i in range(s.first, s.stop)} == {*range(len(offsets))}, case
-        assert all(0 < s.stop - s.first <= window for s in found), case
-        assert all(0 <= s.start < s.end <= len(text) for s in found), case
-        assert all((s.start, s.end) == (offsets[s.first][0], offsets[s.stop - 1][1]) for s in found)
-        for one, other in zip(found, found[1:]):
+        assert {i for s in windows for i in range(s.first, s.stop)} == {*range(len(offsets))}, case
+        assert all(0 < s.stop - s.first <= window for s in windows), case
+        assert all(0 <= s.start < s.end <= len(text) for s in windows), case
+        assert all(
+            (s.start, s.end) == (offsets[s.first][0], offsets[s.stop - 1][1]) for s in windows
+        )
+        for one, other in zip(windows, windows[1:]):
             assert one.start < other.start and one.end < other.end, case
             assert one.first < other.first <= one.stop < other.stop, case
             assert one.stop - other.first <= overlap, case
