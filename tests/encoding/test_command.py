@@ -76,20 +76,20 @@ def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
     rows = [{"id": str(i), "text": text} for i, text in enumerate(texts_of_many_lengths(60))]
     write_jsonl(tmp_path / "a.jsonl", rows)
     write_jsonl(tmp_path / "b.jsonl", rows[::-1])
-    found = []
+    outputs = []
     for name, options in (
         ("a", {"rows": 7}),
         ("b", {"rows": 60, "batch_tokens": 100}),
         ("a", {"rows": 9, "shard": "1/2"}),
     ):
-        out = tmp_path / f"out-{len(found)}"
+        out = tmp_path / f"out-{len(outputs)}"
         embed(tmp_path / f"{name}.jsonl", out, model_folder, dtype=dtype, **options)
         table, vectors = read_parquet(out)
-        found.append(
+        outputs.append(
             {key: vector.tobytes() for key, vector in zip(table["id"].to_pylist(), vectors)}
         )
-    assert found[0] == found[1] and len(found[0]) == 60
-    assert found[2].items() <= found[0].items() and 20 < len(found[2]) < 40
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 60
+    assert outputs[2].items() <= outputs[0].items() and 20 < len(outputs[2]) < 40
 
 
 def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, reference, tmp_path):
@@ -125,25 +125,25 @@ def test_small_vectors_are_those_of_the_library(
     model.save_pretrained(str(tmp_path / "model"))
     options = {"output_dtype": output_dtype, "truncate_dim": dims, "rows": 16}
     embed(corpus, tmp_path / "out", tmp_path / "model", **options)
-    made = json.loads((tmp_path / "out" / "_metadata.json").read_text())
-    table, found = read_parquet(tmp_path / "out")
+    metadata = json.loads((tmp_path / "out" / "_metadata.json").read_text())
+    table, embeddings = read_parquet(tmp_path / "out")
     expected = model.encode(texts_of_many_lengths(70), truncate_dim=dims, normalize_embeddings=True)
     width = dims or 64
-    assert made["dimension"] == width and made["output_dtype"] == output_dtype
+    assert metadata["dimension"] == width and metadata["output_dtype"] == output_dtype
     kind = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
     size = -(-width // 8) if output_dtype == "binary" else width
     assert table.schema.field("embedding").type == pyarrow.list_(kind, size)
     if output_dtype == "float32":
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(embeddings, expected, atol=1e-5)
     elif output_dtype == "binary":
-        bits = np.unpackbits((found + 128).astype(np.uint8), axis=1)[:, :width]
+        bits = np.unpackbits((embeddings + 128).astype(np.uint8), axis=1)[:, :width]
         clear = np.abs(expected) > 1e-5
         assert np.array_equal(bits[clear], (expected > 0)[clear]) and clear.mean() > 0.99
     else:
-        low, high = np.array(made["ranges"])
+        low, high = np.array(metadata["ranges"])
         np.testing.assert_allclose((low, high), (expected.min(0), expected.max(0)), atol=1e-5)
         step = (high - low) / 255  # a number is the middle of its step
-        assert np.abs(low + (found + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
+        assert np.abs(low + (embeddings + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
 
 
 def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_path):
@@ -151,18 +151,18 @@ def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_
     source, texts = tmp_path / "corpus", texts_of_many_lengths(1100)
     write_jsonl(source / "b.jsonl", [{"text": text} for text in texts[:900]])
     write_jsonl(source / "c.jsonl", [{"text": text} for text in texts[900:]])
-    found = []
+    metadata = []
     for shard in ("0/2", "1/2"):
         out = tmp_path / shard.replace("/", "-")
         embed(source, out, model_folder, encoder, output_dtype="int8", shard=shard)
-        found.append((out / "_metadata.json").read_bytes())
-    assert found[0] == found[1]
+        metadata.append((out / "_metadata.json").read_bytes())
+    assert metadata[0] == metadata[1]
     first = encoder.encode(texts[:1000])
-    ranges = json.loads(found[0])["ranges"]
+    ranges = json.loads(metadata[0])["ranges"]
     np.testing.assert_array_equal(np.float32(ranges), (first.min(0), first.max(0)))
     write_jsonl(source / "a.jsonl", [{"text": "new"}])
     embed(source, tmp_path / "0-2", model_folder, encoder, output_dtype="int8")
-    assert (tmp_path / "0-2" / "_metadata.json").read_bytes() == found[0]
+    assert (tmp_path / "0-2" / "_metadata.json").read_bytes() == metadata[0]
 
 
 def test_a_json_column_of_several_types_is_copied_as_text(model_folder, encoder, tmp_path):
@@ -266,12 +266,12 @@ def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_pa
     cut = cut_of(model_folder, texts_of_many_lengths(70))
     last = f"{cut['texts']} texts truncated by {cut['tokens']:,} tokens, the longest has "
     last += f"{cut['longest']} tokens; all parts are complete\n"
-    assert "out.parquet: 70 texts; this run 70 texts of" in (told := capsys.readouterr().out)
-    assert told.endswith(last)
+    assert "out.parquet: 70 texts; this run 70 texts of" in (output := capsys.readouterr().out)
+    assert output.endswith(last)
     content = out.read_bytes()
     assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
-    told = capsys.readouterr().out
-    assert "70 texts; nothing new to encode" in told and told.endswith(last)
+    output = capsys.readouterr().out
+    assert "70 texts; nothing new to encode" in output and output.endswith(last)
     with pytest.raises(UserError, match='`pooling` must be "mean" as in .*out.parquet, got "cls".'):
         main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
     corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
@@ -418,8 +418,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), BAD)
-def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, given, message):
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, arguments, message):
     shutil.copytree(model_folder, tmp_path / "model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("")
@@ -428,9 +428,9 @@ def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, 
         (tmp_path / "twice").mkdir(exist_ok=True)
         (tmp_path / "twice" / name).write_text("")
     monkeypatch.chdir(tmp_path)
-    model = [] if "--model" in given else ["--model", "model"]
+    model = [] if "--model" in arguments else ["--model", "model"]
     with pytest.raises(UserError, match=message):
-        main([*given, "--dtype", "float32", *model])
+        main([*arguments, "--dtype", "float32", *model])
     assert not list(tmp_path.glob("out/*.parquet"))
 
 
@@ -463,7 +463,7 @@ def test_every_part_has_one_shard_and_shares_are_even(files):
         ]
         assert sorted(sum(owned, [])) == parts
         assert max(map(len, owned)) - min(map(len, owned)) <= max(3, 300 / files)
-        readers = [len({file for file, _ in own}) for own in owned]
+        readers = [len({file for file, _ in parts_of_shard}) for parts_of_shard in owned]
         assert sum(readers) == files * (1 if files >= 8 * count else count), "who reads a file"
 
 
