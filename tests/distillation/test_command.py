@@ -157,12 +157,12 @@ def test_candidates_are_the_nearest_and_of_every_degree():
     chosen = candidates(scores)
     assert chosen.shape == (2, NEAREST + SPREAD + RANDOM)
     for row, columns in zip(scores, chosen):
-        found = row[columns]
+        values = row[columns]
         nearest = row.sort().values[-NEAREST:]
-        torch.testing.assert_close(found[:NEAREST].sort().values, nearest)
+        torch.testing.assert_close(values[:NEAREST].sort().values, nearest)
         levels = torch.linspace(row[row > -2].min(), row.max(), SPREAD)
         least = torch.stack([row[row >= level - 1e-6].min() for level in levels])
-        torch.testing.assert_close(found[NEAREST : NEAREST + SPREAD], least)
+        torch.testing.assert_close(values[NEAREST : NEAREST + SPREAD], least)
     assert len(chosen[:, -RANDOM:].unique()) > RANDOM
 
 
@@ -195,16 +195,16 @@ def test_losses_are_weighted_sums_of_their_formulas():
     numbers = torch.tensor([5, 0, 2, 3])
     loss = DistillLoss(torch.nn.Identity(), options, 2 * vectors.numpy())
     torch.manual_seed(1)
-    found = loss([{"sentence_embedding": 3 * student}], numbers)
+    losses = loss([{"sentence_embedding": 3 * student}], numbers)
     teachers, bank = vectors[numbers], vectors[loss.stored]
     cosines = [torch.dot(a, b) for a, b in zip(student, teachers)]
-    torch.testing.assert_close(found["cosine"], 2 * (1 - torch.stack(cosines).mean()))
-    torch.testing.assert_close(found["similarity"], 3 * similarity_loss(student, teachers, 0.1))
+    torch.testing.assert_close(losses["cosine"], 2 * (1 - torch.stack(cosines).mean()))
+    torch.testing.assert_close(losses["similarity"], 3 * similarity_loss(student, teachers, 0.1))
     torch.manual_seed(1)
-    own = numbers[:, None] == loss.stored
-    assert own.sum(1).tolist() == [1, 1, 1, 1]
-    expected = 4 * memory_bank_loss(student, teachers, bank, 0.1, own)
-    torch.testing.assert_close(found["memory_bank"], expected)
+    is_own_text = numbers[:, None] == loss.stored
+    assert is_own_text.sum(1).tolist() == [1, 1, 1, 1]
+    expected = 4 * memory_bank_loss(student, teachers, bank, 0.1, is_own_text)
+    torch.testing.assert_close(losses["memory_bank"], expected)
 
 
 def test_levels_cover_the_range_of_the_visible_scores():
@@ -356,14 +356,14 @@ def test_a_share_takes_the_same_rows_again(tmp_path):
     rows = [{"a": f"title {i}", "b": f"text {i}"} for i in range(1000)] + [{"a": "x", "b": " "}]
     write_jsonl(tmp_path / "p.jsonl", rows)
     entry = {"path": str(tmp_path / "p.jsonl"), "column": ["a", "b"]}
-    found = list(TextSource.from_entry({**entry, "share": 0.3}).read())
-    assert found == list(TextSource.from_entry({**entry, "share": 0.3}).read())
-    titles = [text for text in found if text.startswith("title")]
+    texts = list(TextSource.from_entry({**entry, "share": 0.3}).read())
+    assert texts == list(TextSource.from_entry({**entry, "share": 0.3}).read())
+    titles = [text for text in texts if text.startswith("title")]
     assert 250 < len(titles) < 350
-    assert found[: 2 * len(titles)] == [text for i in titles for text in (i, f"text {i[6:]}")]
+    assert texts[: 2 * len(titles)] == [text for i in titles for text in (i, f"text {i[6:]}")]
     alone = list(TextSource.from_entry({**entry, "column": "a", "share": 0.3}).read())
     assert alone[: len(titles)] == titles
-    assert set(found) < set(TextSource.from_entry({**entry, "share": 0.5}).read())
+    assert set(texts) < set(TextSource.from_entry({**entry, "share": 0.5}).read())
     with pytest.raises(UserError, match="`share` of .* must be a number, greater than 0 and"):
         TextSource.from_entry({**entry, "share": 0})
     with pytest.raises(UserError, match="c"):
@@ -463,11 +463,11 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
 
 def test_a_token_alone_stands_between_the_special_tokens(teacher):
     encoder = PackedEncoder(teacher, dtype="float32", device="cpu", max_length=32)
-    found = embed_single_tokens(encoder, 3000)
+    embeddings = embed_single_tokens(encoder, 3000)
     tokenizer = encoder.sentence_transformer.tokenizer
     words = [tokenizer.convert_ids_to_tokens(number) for number in (1999, 2500, 2999)]
     expected = encoder.encode(words)
-    np.testing.assert_allclose(found[[1999, 2500, 2999]], expected, atol=1e-5)
+    np.testing.assert_allclose(embeddings[[1999, 2500, 2999]], expected, atol=1e-5)
 
 
 def test_the_table_is_the_ridge_regression_of_bags_of_words():
@@ -505,16 +505,16 @@ def test_a_student_begins_as_the_mean_of_rows_that_keep_their_lengths(teacher):
     assert model.layer_norm.weight[7] == 0, "the coordinate that says least"
     table[:, 7] = 0
     for text in ("a cat", "two dogs and a bird sing", TEXTS[5]):
-        found, expected = first_vectors(student, table, text)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        embedding, expected = first_vectors(student, table, text)
+        np.testing.assert_allclose(embedding, expected, atol=1e-4)
     weight = model.get_input_embeddings().weight
     assert not weight.requires_grad
     torch.testing.assert_close(weight.norm(dim=1), torch.ones(30522))
     # They must be trained with as they are stored.
     take_embeddings(student, table.clone(), torch.float8_e5m2)
     assert torch.equal(weight, weight.to(torch.float8_e5m2).float())
-    found, expected = first_vectors(student, table, TEXTS[5])
-    assert 0.95 < found @ expected < 0.99999
+    embedding, expected = first_vectors(student, table, TEXTS[5])
+    assert 0.95 < embedding @ expected < 0.99999
 
 
 def test_a_narrow_student_begins_with_the_principal_components(teacher):
@@ -526,8 +526,8 @@ def test_a_narrow_student_begins_with_the_principal_components(teacher):
     take_embeddings(narrow, table.clone(), torch.float32)
     assert narrow[0].auto_model.get_input_embeddings().weight.requires_grad
     for text in ("a cat", TEXTS[5]):
-        found, expected = first_vectors(narrow, table, text)
-        np.testing.assert_allclose(found, expected, atol=1e-3)
+        embedding, expected = first_vectors(narrow, table, text)
+        np.testing.assert_allclose(embedding, expected, atol=1e-3)
 
 
 def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
@@ -651,10 +651,10 @@ def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
     train_step = DistillTrainer.training_step
     for step, number, code in ((2, signal.SIGINT, 130), (6, signal.SIGTERM, 143)):
 
-        def interrupted(self, *given, step=step, number=number, **more):
+        def interrupted(self, *args, step=step, number=number, **kwargs):
             if self.state.global_step >= step:
                 os.kill(os.getpid(), number)
-            return train_step(self, *given, **more)
+            return train_step(self, *args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(DistillTrainer, "training_step", interrupted)
