@@ -114,9 +114,11 @@ def logits_of(model, *texts):
 
 
 def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, model):
-    found, summary = run(tmp_path, rows_of(TEXTS), model, "--probabilities", "--batch-tokens", "50")
+    predictions, summary = run(
+        tmp_path, rows_of(TEXTS), model, "--probabilities", "--batch-tokens", "50"
+    )
     classifier = pipeline("text-classification", str(model), top_k=None, function_to_apply="none")
-    for row, text, outputs in zip(found, TEXTS, classifier(TEXTS)):
+    for row, text, outputs in zip(predictions, TEXTS, classifier(TEXTS)):
         logits = {output["label"]: output["score"] / 2.5 for output in outputs}
         total = sum(np.exp(value) for value in logits.values())
         for label, value in logits.items():
@@ -124,23 +126,23 @@ def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, mo
         assert row["prediction"] == max(logits, key=logits.get)
         assert row["probability"] == row[f"probability_{row['prediction']}"]
         assert (row["text"], list(row)[:2]) == (text, ["id", "text"])
-    assert len({row["probability"] for row in found}) > 10
+    assert len({row["probability"] for row in predictions}) > 10
     assert (summary.rows, summary.missing, summary.truncation.texts) == (24, 0, 0)
 
 
 def test_several_labels_and_regression(tmp_path):
     folder = write_classifier(tmp_path / "many", problem_type="multi_label_classification")
     write_task(folder, task="multi-label", temperature=0.5)
-    found, _ = run(tmp_path, rows_of(TEXTS), folder, "--probabilities")
-    for row in found:
+    predictions, _ = run(tmp_path, rows_of(TEXTS), folder, "--probabilities")
+    for row in predictions:
         chances = 1 / (1 + np.exp(-logits_of(folder, row["text"]) / 0.5))
         assert [row[f"probability_{label}"] for label in LABELS] == pytest.approx(chances, abs=2e-5)
         expected = [label for label, value in zip(LABELS, chances) if value > 0.5]
         assert row["prediction"] == expected and len(row["probability"]) == len(expected)
 
     folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
-    found, _ = run(tmp_path, [], folder, output="values.jsonl")
-    values = [row["prediction"] for row in found]
+    predictions, _ = run(tmp_path, [], folder, output="values.jsonl")
+    values = [row["prediction"] for row in predictions]
     assert values == pytest.approx([logits_of(folder, text)[0] for text in TEXTS], abs=2e-5)
 
 
@@ -148,9 +150,9 @@ def test_pairs(tmp_path, model):
     folder = write_classifier(tmp_path / "pairs")
     write_task(folder, text_columns=["a", "b"])
     rows = [{"a": text, "b": other} for text, other in zip(TEXTS, reversed(TEXTS))]
-    found, _ = run(tmp_path, rows, folder)
+    predictions, _ = run(tmp_path, rows, folder)
     best = [LABELS[int(logits_of(folder, row["a"], row["b"]).argmax())] for row in rows]
-    assert [row["prediction"] for row in found] == best
+    assert [row["prediction"] for row in predictions] == best
     with pytest.raises(UserError, match="needs one text column, got a model of pairs"):
         run(tmp_path, [], folder, "--long-texts", "windows", output="windows.jsonl")
 
@@ -163,8 +165,10 @@ def test_another_encoder_runs_padded(tmp_path):
     BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
     AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(tmp_path / "bert")
     rows = [{"text": text, "b": text[::-1]} for text in TEXTS]
-    found, _ = run(tmp_path, rows, tmp_path / "bert", "--probabilities", "--batch-tokens", "60")
-    for row in found:
+    predictions, _ = run(
+        tmp_path, rows, tmp_path / "bert", "--probabilities", "--batch-tokens", "60"
+    )
+    for row in predictions:
         logits = logits_of(tmp_path / "bert", row["text"])
         assert row["prediction"] == LABELS[int(logits.argmax())]
 
@@ -172,9 +176,11 @@ def test_another_encoder_runs_padded(tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_low_precision_is_close(tmp_path, model, dtype):
     exact, _ = run(tmp_path, rows_of(TEXTS), model, "--probabilities")
-    found, _ = run(tmp_path, [], model, "--probabilities", "--dtype", dtype, output="low.jsonl")
-    assert found != exact
-    for row, other in zip(found, exact):
+    predictions, _ = run(
+        tmp_path, [], model, "--probabilities", "--dtype", dtype, output="low.jsonl"
+    )
+    assert predictions != exact
+    for row, other in zip(predictions, exact):
         for label in LABELS:
             name = f"probability_{label}"
             assert row[name] == pytest.approx(other[name], abs=0.1)
@@ -187,11 +193,11 @@ def test_low_precision_is_close(tmp_path, model, dtype):
 def test_entities_are_those_of_the_words(tmp_path, tagger):
     from neobert.finetuning.tagging import find_entities, split_words
 
-    found, _ = run(tmp_path, rows_of(TEXTS), tagger)
+    predictions, _ = run(tmp_path, rows_of(TEXTS), tagger)
     model = NeoBERTForTokenClassification.from_pretrained(tagger).eval()
     tokenizer = AutoTokenizer.from_pretrained(tagger)
     count = 0
-    for row in found:
+    for row in predictions:
         # Each word of these texts starts a token of its own, which follows [CLS].
         words = split_words(row["text"])
         encoded = tokenizer(row["text"], return_tensors="pt", return_offsets_mapping=True)
@@ -212,9 +218,9 @@ def test_entities_are_those_of_the_words(tmp_path, tagger):
 def test_lists_of_words_get_tags(tmp_path, tagger):
     texts, _ = run(tmp_path, rows_of(["the good film"]), tagger)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": ["the", "good", "film"]}])
-    found, _ = run(tmp_path, [], tagger, output="split.jsonl")
-    assert found[0]["prediction"] == texts[0]["prediction"]
-    assert len(found[0]["predicted_tags"]) == 3
+    predictions, _ = run(tmp_path, [], tagger, output="split.jsonl")
+    assert predictions[0]["prediction"] == texts[0]["prediction"]
+    assert len(predictions[0]["predicted_tags"]) == 3
 
 
 def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
@@ -222,11 +228,11 @@ def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
     text = " ".join(f"word{n % 7} of town {n % 3}." for n in range(60))
     cut, summary = run(tmp_path, rows_of([text]), tagger)
     assert summary.truncation.texts == 1 and "1 texts truncated by" in summary.describe()
-    found, summary = run(
+    predictions, summary = run(
         tmp_path, [], tagger, "--long-texts", "windows", "--overlap", "20", output="all.jsonl"
     )
     assert summary.truncation.texts == 0
-    entities = found[0]["prediction"]
+    entities = predictions[0]["prediction"]
     starts = [entity["start"] for entity in entities]
     assert starts == sorted(set(starts))
     assert max(starts) > len(text) / 2 > max(entity["end"] for entity in cut[0]["prediction"])
@@ -236,7 +242,7 @@ def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
 
 def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
     long = " ".join(f"Sentence {n} is good." for n in range(40))
-    found, summary = run(
+    predictions, summary = run(
         tmp_path, rows_of([long, "short"]), model, "--long-texts", "windows", "--probabilities"
     )
     assert summary.truncation.texts == 0 and summary.truncation.longest > 64
@@ -251,7 +257,7 @@ def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
         logits = [classifier(torch.tensor(ids[None]).long()).logits[0] for ids in windows.tokens]
     assert len(logits) > 2
     expected = torch.softmax(torch.stack(logits).mean(0) / 2.5, -1)
-    values = [found[0][f"probability_{label}"] for label in LABELS]
+    values = [predictions[0][f"probability_{label}"] for label in LABELS]
     assert values == pytest.approx(expected.tolist(), abs=2e-5)
 
 
@@ -276,11 +282,11 @@ def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):
     (tmp_path / "in.csv").write_text("\n".join(lines), encoding="utf-8")
     arguments = [tmp_path / "in.csv", tmp_path / "out.csv", "--model", model]
     assert main(["predict", *map(str, arguments)]) == 0
-    found = read(tmp_path / "out.csv")
-    assert [row["id;x"] for row in found] == ["007", "1e3", "+7"]
-    assert [row["text"] for row in found] == ['a "quoted", text', "", "été"]
+    predictions = read(tmp_path / "out.csv")
+    assert [row["id;x"] for row in predictions] == ["007", "1e3", "+7"]
+    assert [row["text"] for row in predictions] == ['a "quoted", text', "", "été"]
     # A row without a text has no prediction.
-    assert found[1]["prediction"] == "" and found[2]["prediction"] in LABELS
+    assert predictions[1]["prediction"] == "" and predictions[2]["prediction"] in LABELS
 
 
 def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
@@ -308,9 +314,9 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     monkeypatch.setattr(
         command.Prediction, "_write_part", lambda *args: calls.append(1) or write(*args)
     )
-    found, summary = run(tmp_path, [], model, "--rows", "5")
+    predictions, summary = run(tmp_path, [], model, "--rows", "5")
     assert len(calls) == 3 and summary.rows == 24
-    assert (tmp_path / "out.jsonl").read_bytes() == content and found == whole
+    assert (tmp_path / "out.jsonl").read_bytes() == content and predictions == whole
 
     monkeypatch.setattr(command, "PackedClassifier", None)
     assert run(tmp_path, [], model, "--rows", "5")[1] == summary, "a finished run loads no model"
