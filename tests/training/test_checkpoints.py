@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def whole(tmp_path_factory):
     """A run that nothing interrupts, with the weights that it ends with."""
     folder = tmp_path_factory.mktemp("whole")
-    made = trainer(folder)
-    checkpoints.train(made)
-    return folder, weights(made)
+    plain_trainer = trainer(folder)
+    checkpoints.train(plain_trainer)
+    return folder, weights(plain_trainer)
 
 
 def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
@@ -45,20 +45,20 @@ def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
     half = tmp_path / "checkpoint-10"
     shutil.copytree(whole[0] / "checkpoint-10", half)
     (half / "trainer_state.json").unlink()
-    made = trainer(tmp_path)
-    checkpoints.train(made)
-    assert same(weights(made), whole[1])
-    seconds = [entry["cpu_seconds"] for entry in made.state.log_history if "loss" in entry]
+    plain_trainer = trainer(tmp_path)
+    checkpoints.train(plain_trainer)
+    assert same(weights(plain_trainer), whole[1])
+    seconds = [entry["cpu_seconds"] for entry in plain_trainer.state.log_history if "loss" in entry]
     assert len(seconds) == 12
     assert seconds == sorted(seconds)
-    assert checkpoints.training_time(made)["seconds"] > 0
+    assert checkpoints.training_time(plain_trainer)["seconds"] > 0
 
 
 def test_the_newest_the_best_and_every_fourth_stay(tmp_path):
-    made = trainer(tmp_path, save_total_limit=2)
-    checkpoints.train(made, keep_every=4)
+    plain_trainer = trainer(tmp_path, save_total_limit=2)
+    checkpoints.train(plain_trainer, keep_every=4)
     assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12]
-    assert made.args.save_total_limit == 2, "Trainer's option must be given back"
+    assert plain_trainer.args.save_total_limit == 2, "Trainer's option must be restored"
     (tmp_path / "checkpoint-best").mkdir()
     checkpoints.remove_old(tmp_path, 1, best=8)
     assert list(checkpoints.checkpoints(tmp_path)) == [8, 12]
@@ -83,9 +83,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog
     assert "checkpoint-8 (" in message and message.endswith("Resuming from checkpoint-6.")
     assert checkpoints._step_to_resume(folder) == 6
     assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], "a damaged one must be removed"
-    made = trainer(folder)
-    checkpoints.train(made)
-    assert same(weights(made), whole[1])
+    plain_trainer = trainer(folder)
+    checkpoints.train(plain_trainer)
+    assert same(weights(plain_trainer), whole[1])
 
 
 def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
@@ -103,18 +103,18 @@ def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more)
         checkpoints.train(trainer(tmp_path, At(5, sigterm), **more))
     assert signal.getsignal(signal.SIGTERM) == before
     assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5]
-    made = trainer(tmp_path, **more)
-    checkpoints.train(made)
-    assert made.state.global_step == 12 and same(weights(made), whole[1])
+    plain_trainer = trainer(tmp_path, **more)
+    checkpoints.train(plain_trainer)
+    assert plain_trainer.state.global_step == 12 and same(weights(plain_trainer), whole[1])
 
 
 def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
     with pytest.raises(Stopped, match="step 12 of 12"):
         checkpoints.train(trainer(tmp_path, At(12, sigterm)))
-    made = trainer(tmp_path, At(13, lambda: pytest.fail("a step after the last")))
-    checkpoints.train(made)
-    assert same(weights(made), whole[1]) and not made.is_in_train
-    assert made.evaluate()["eval_loss"] > 0
+    plain_trainer = trainer(tmp_path, At(13, lambda: pytest.fail("a step after the last")))
+    checkpoints.train(plain_trainer)
+    assert same(weights(plain_trainer), whole[1]) and not plain_trainer.is_in_train
+    assert plain_trainer.evaluate()["eval_loss"] > 0
 
 
 BEST = {"eval_strategy": "steps", "metric_for_best_model": "score", "load_best_model_at_end": True}
@@ -140,22 +140,22 @@ def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps):
     checkpoints.train(whole)
     with pytest.raises(Stopped, match="after step 6 of 12"):
         checkpoints.train(trainer(tmp_path / "out", At(6, sigterm), **options))
-    made = trainer(tmp_path / "out", **options)
-    checkpoints.train(made)
-    assert made.state.best_global_step == whole.state.best_global_step
-    assert same(weights(made), weights(whole))
+    plain_trainer = trainer(tmp_path / "out", **options)
+    checkpoints.train(plain_trainer)
+    assert plain_trainer.state.best_global_step == whole.state.best_global_step
+    assert same(weights(plain_trainer), weights(whole))
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
 def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
-    made = trainer(tmp_path, logging_nan_inf_filter=False)
+    plain_trainer = trainer(tmp_path, logging_nan_inf_filter=False)
 
     def spoil():
-        made.model.linear.weight.data.fill_(math.nan)
+        plain_trainer.model.linear.weight.data.fill_(math.nan)
 
-    made.add_callback(At(5 if what == "loss" else 6, spoil))
+    plain_trainer.add_callback(At(5 if what == "loss" else 6, spoil))
     with pytest.raises(UserError, match=f"the run has diverged: the {what} .* learning_rate below"):
-        checkpoints.train(made)
+        checkpoints.train(plain_trainer)
     assert list(checkpoints.checkpoints(tmp_path)) == [2, 4]
 
 
@@ -179,11 +179,11 @@ class SlowSave(tests.PlainTrainer):
 tests.PlainTrainer = SlowSave
 
 def run(step, folder):
-    at = tests.At(step, lambda: made.args.process_index == 1 and tests.sigterm())
-    made = tests.trainer(folder, at, save_total_limit=1)
+    at = tests.At(step, lambda: plain_trainer.args.process_index == 1 and tests.sigterm())
+    plain_trainer = tests.trainer(folder, at, save_total_limit=1)
     try:
         with checkpoints.claim(Output(folder, "test", {})):
-            checkpoints.train(made)
+            checkpoints.train(plain_trainer)
         code = 0
     except Stopped as stopped:
         code = 143
@@ -193,10 +193,10 @@ def run(step, folder):
         print(refused, file=sys.stderr)
     except SystemExit as end:
         code = end.code
-    with open(f"{sys.argv[1]}-{made.args.process_index}", "a") as file:
-        file.write(f"code {code}, step {made.state.global_step}\n")
+    with open(f"{sys.argv[1]}-{plain_trainer.args.process_index}", "a") as file:
+        file.write(f"code {code}, step {plain_trainer.state.global_step}\n")
 
-# One after another: the second begins when all processes of the first have given the folder free.
+# One after another: the second begins when all processes of the first have released the folder.
 run(5, sys.argv[1])
 time.sleep(1)
 run(0, sys.argv[1])
