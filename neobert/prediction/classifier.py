@@ -87,6 +87,7 @@ class TaskRecord:
             )
             return cls(task, record["max_length"], record["temperature"])
         try:
+            # Other classifiers have no task.json. Their configuration determines the task.
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
@@ -97,6 +98,7 @@ def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
     architectures = " ".join(config.architectures or [])
     names: dict[Any, str] = dict(config.id2label or {})
     labels = tuple(str(names[number]) for number in range(len(names)))
+
     if "ForTokenClassification" in architectures:
         return TextTask(TOKENS, ("text",), (), labels, is_bio(labels))
     if "ForSequenceClassification" not in architectures:
@@ -104,8 +106,10 @@ def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
             f"`model` must be a classifier, got {model} with the architecture "
             f"{architectures or 'unknown'}. Train one with neobert finetune."
         )
+
     if config.problem_type == "multi_label_classification":
         return TextTask(MULTI_LABEL, ("text",), (), labels)
+    # transformers treats a single output without a problem type as a regression, too.
     if config.problem_type == "regression" or len(labels) == 1:
         return TextTask(REGRESSION, ("text",), ())
     return TextTask(CLASSIFICATION, ("text",), (), labels)
@@ -145,6 +149,7 @@ class PackedClassifier:
         name = options.model.model
         trust_remote_code = options.model.trust_remote_code
         check_model(name)
+
         self.task = record.task
         self.temperature = record.temperature
         self.device = choose_device(options.inference.device)
@@ -152,6 +157,8 @@ class PackedClassifier:
         self.batch_tokens = options.inference.batch_tokens or default_tokens
         self.tokenizer = load_tokenizer(name, trust_remote_code)
         self.model = self._load(name, options.inference.dtype, trust_remote_code)
+
+        # NeoBERT takes batches without padding. Batches of other models are padded.
         self.packs = self.model.config.model_type == "neobert"
         self._forward: CpuClassifier | None = None
         if CpuClassifier.supports(self.model):
@@ -165,9 +172,11 @@ class PackedClassifier:
                 f"`max_length` must be at most {limit:,}, the length of the model, got {wanted:,}."
             )
         self.max_length = min(wanted, limit or wanted)
+
         self.windows: WindowSettings | None = None
         if options.long_texts.long_texts == "windows":
             self.windows = self._window_settings(options.long_texts.overlap)
+        # Tokenizers without a Rust backend have no offsets, which locate the words.
         if self.task.name == TOKENS and not self.tokenizer.is_fast:
             raise UserError(
                 "entities require a tokenizer with character offsets (a tokenizer.json), got a "
@@ -189,11 +198,15 @@ class PackedClassifier:
             raise UserError(
                 f"{name} cannot be loaded as a classifier: {one_line(error)}."
             ) from error
+
+        # transformers initializes missing weights randomly, and only warns about them.
         if info["missing_keys"]:
             raise UserError(
                 f"{name} must have a trained head, got a model without "
                 f"{sorted(info['missing_keys'])[0]}. Train it with neobert finetune."
             )
+
+        # Weights are quantized after they have been loaded in float32.
         model = model.to(self.device).eval()
         return quantize_int8(model) if dtype == "int8" else model
 
@@ -203,6 +216,8 @@ class PackedClassifier:
                 "`--long-texts windows` needs one text column, got a model of pairs. Use "
                 "--long-texts truncate."
             )
+
+        # Special tokens are added to every window, and count toward the maximum length.
         special = self.tokenizer.num_special_tokens_to_add()
         window = max(1, self.max_length - special)
         return WindowSettings.for_tokenizer(
@@ -223,6 +238,7 @@ class PackedClassifier:
             return self._windows([text for (text,) in texts], words)
 
         columns = [list(column) for column in zip(*texts)]
+        # Tokenized twice, because the truncated result does not contain the complete lengths.
         complete = self.tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
         lengths = [len(ids) for ids in complete]
         is_tagged = self.task.name == TOKENS
@@ -232,14 +248,17 @@ class PackedClassifier:
             max_length=self.max_length,
             return_offsets_mapping=is_tagged,
         )
+
         ids = [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
         types = None
+        # NeoBERT has no segments, so that token types are for other models only.
         if not self.packs and "token_type_ids" in encoded:
             types = [np.asarray(row, dtype=np.int64) for row in encoded["token_type_ids"]]
         positions = None
         if is_tagged:
             offsets = encoded["offset_mapping"]
             positions = [token_positions(row, pairs) for row, pairs in zip(words, offsets)]
+
         kept = [len(row) for row in ids]
         truncation = Truncation.from_lengths(kept, lengths)
         return Batch(ids, types, np.arange(len(ids)), positions, truncation)
@@ -263,6 +282,8 @@ class PackedClassifier:
                 token_positions(words[row], offsets)
                 for row, offsets in zip(windows.rows, windows.offsets)
             ]
+
+        # Windows cover the complete texts, so that no token is removed.
         truncation = Truncation.from_lengths(lengths, lengths)
         return Batch(windows.tokens, None, windows.rows, positions, truncation)
 
@@ -284,6 +305,7 @@ class PackedClassifier:
             else:
                 types = None if batch.types is None else [batch.types[i] for i in index]
                 logits = self._padded(ids, types)
+            # Batches are sorted by length. Results return to the order of the texts.
             for i, row in zip(index, logits):
                 if not np.isfinite(row).all():
                     raise UserError(
@@ -299,6 +321,7 @@ class PackedClassifier:
         total = 0
         for index in np.argsort(lengths, kind="stable"):
             length = lengths[index]
+            # The texts are sorted, so that this text would be the longest of a padded batch.
             cost = total + length if self.packs else (len(batch) + 1) * length
             if batch and cost > self.batch_tokens:
                 yield batch
@@ -317,6 +340,8 @@ class PackedClassifier:
         logits = self.model(**pack(ids, self.device)).logits.float().cpu().numpy()
         if self.task.name != TOKENS:
             return list(logits)
+
+        # A tagger returns the tokens of all sequences in one row.
         bounds = np.cumsum([len(row) for row in ids])[:-1]
         return np.split(logits[0], bounds)
 
@@ -328,6 +353,8 @@ class PackedClassifier:
         logits = self.model(**inputs).logits.float().cpu().numpy()
         if self.task.name != TOKENS:
             return list(logits)
+
+        # The padding is removed from the side where the tokenizer has added it.
         if self.tokenizer.padding_side == "left":
             return [row[-len(tokens) :] for row, tokens in zip(logits, ids)]
         return [row[: len(tokens)] for row, tokens in zip(logits, ids)]
@@ -350,12 +377,14 @@ class PackedClassifier:
         """
         if not texts:
             return [], Truncation(), 0
+
         words: list[Bounds] = []
         rows: list[tuple[str, ...]] = []
         for text in texts:
             if self.task.name != TOKENS:
                 rows.append((text,) if isinstance(text, str) else tuple(text))
                 continue
+            # Entities consist of words: a text is split into them, and a list of words is joined.
             is_split = not isinstance(text, str)
             joined, bounds = join_words(text) if is_split else (text, split_words(text))
             rows.append((joined,))
@@ -366,6 +395,7 @@ class PackedClassifier:
         if self.task.name == TOKENS:
             results = self._entities(texts, rows, words, batch, logits)
         else:
+            # The logits of a text are the mean of those of its windows.
             sums = np.zeros((len(rows), logits[0].shape[-1]))
             np.add.at(sums, batch.rows, np.stack(logits))
             counts = np.bincount(batch.rows, minlength=len(rows))
@@ -382,6 +412,7 @@ class PackedClassifier:
         for row in probabilities(logits, self.temperature, multi_label).round(_DIGITS).tolist():
             result: dict[str, Any] = {}
             if multi_label:
+                # Labels are independent: a text has all labels above 0.5, which may be none.
                 chosen = [number for number, value in enumerate(row) if value > 0.5]
                 result["prediction"] = [labels[number] for number in chosen]
                 result["probability"] = [row[number] for number in chosen]
@@ -407,6 +438,7 @@ class PackedClassifier:
         missing = missing_logits(self.task.labels)
         word_logits = [np.tile(missing, (len(bounds), 1)) for bounds in words]
         margins = [np.full(len(bounds), -1) for bounds in words]
+
         for row, positions, values in zip(batch.rows, batch.positions, logits):
             # The distance to the nearer end of the window; a word at an end has little context.
             distances = np.minimum(positions, len(values) - 1 - positions)
@@ -423,6 +455,7 @@ class PackedClassifier:
             entities = []
             for entity in find_entities(tags, bounds, self.task.bio):
                 index = np.arange(entity.first, entity.stop)
+                # The probability of an entity is the mean over its words.
                 entities.append(
                     {
                         "start": entity.start,
@@ -432,7 +465,9 @@ class PackedClassifier:
                         "probability": round(float(scores[index, best[index]].mean()), _DIGITS),
                     }
                 )
+
             result: dict[str, Any] = {"prediction": entities}
+            # Only lists of words have a column with one tag per word.
             if not isinstance(text, str):
                 result["predicted_tags"] = tags
             results.append(result)

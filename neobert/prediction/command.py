@@ -104,6 +104,7 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
     run = Prediction(options)
     if run.is_finished():
         logger.info("%s: the output is already complete. Nothing is written.", options.data.output)
+        # A run that was killed after it had written the output has left its parts.
         shutil.rmtree(run.work, ignore_errors=True)
         return Summary.from_json(read_json(run.record_path)["summary"])
 
@@ -137,11 +138,15 @@ class Prediction:
             raise UserError(
                 f"`output` must end in one of {', '.join(FORMATS)}, got {options.data.output!r}."
             )
+
         check_model(model)
         self.files = data.files(source)
+        # The output must not replace an input.
         check_disjoint(self.output, *(path for path in (source, model) if Path(path).exists()))
+
         self.work = self.output.with_name(f"{self.output.name}.work")
         self.record_path = self.output.with_name(f"{self.output.name}.json")
+        # A run resumes only with the same options, weights and input files.
         settings = {
             **identity(options),
             "model": model_digest(model),
@@ -159,12 +164,15 @@ class Prediction:
             raise UserError(f"{self.output} must be a file, got a directory.")
         if not self.output.exists():
             return False
+
+        # A file without a record of this command is never replaced.
         record = read_json(self.record_path) if self.record_path.is_file() else {}
         if record.get("neobert") != COMMAND:
             raise UserError(
                 f"{self.output} already exists, and is no output of neobert predict. Remove it (rm "
                 f"{self.output}), or choose another output."
             )
+
         changes = differences(record["settings"], self.claimed.settings)
         if changes:
             raise UserError(
@@ -177,6 +185,7 @@ class Prediction:
         """Write the missing parts, and return the summary of all."""
         record = TaskRecord.load(self.options.model.model, self.options.model.trust_remote_code)
         columns, text_columns = self._columns(record)
+        # The options may name other text columns than those of the training.
         record = dataclasses.replace(
             record, task=dataclasses.replace(record.task, text_columns=text_columns)
         )
@@ -203,6 +212,8 @@ class Prediction:
                     part = Summary.from_json(read_json(path.with_suffix(".json")))
                 total += part
                 bar.update(part.rows)
+
+        # The parts of an earlier run do not count toward the speed.
         if new_tokens:
             seconds = time.perf_counter() - start
             logger.info("%s tokens/s", f"{new_tokens / seconds:,.0f}")
@@ -213,12 +224,15 @@ class Prediction:
         first = next((file for file in self.files if not data.is_empty(file)), None)
         if first is None:
             raise UserError(f"{self.options.data.input} must contain at least one row, got none.")
+
         columns = list(data.schema(first).names)
         wanted = tuple(self.options.data.text_column or record.task.text_columns)
         missing = [name for name in wanted if name not in columns]
+        # Without an option, a column named text replaces missing columns of the training.
         if missing and self.options.data.text_column is None and "text" in columns:
             wanted = ("text",)
             missing = []
+
         pairs = len(record.task.text_columns)
         if missing or (record.task.text_columns and len(wanted) != pairs):
             what = f"no column {missing[0]!r}" if missing else f"{len(wanted)} text columns"
@@ -283,12 +297,16 @@ class Prediction:
             texts.append(values[0] if len(values) == 1 else tuple(values))
 
         results, truncation, tokens = classifier.predict(texts, self.options.data.probabilities)
+
+        # Rows without a text stay in the output, with empty predictions.
         predictions: list[dict[str, Any]] = [dict.fromkeys(self.table.added) for _ in rows]
         for index, result in zip(indices, results):
             predictions[index] = result
         content = self.table.encode(file, [row for _, row in rows], predictions)
         with new_file(path) as part:
             part.write(content)
+
+        # A part is complete when its .json file exists, so that this file is the last one.
         summary = Summary(len(rows), len(rows) - len(texts), tokens, truncation)
         write_json(path.with_suffix(".json"), dataclasses.asdict(summary))
         return summary

@@ -49,6 +49,7 @@ def output_columns(
         return columns
 
     columns = {"prediction": pyarrow.string(), "probability": pyarrow.float64()}
+    # A text has any number of labels, and one probability for each.
     if task.name == MULTI_LABEL:
         columns = {name: pyarrow.list_(kind) for name, kind in columns.items()}
     if all_probabilities:
@@ -93,6 +94,7 @@ class Table:
         if output_format != ".parquet":
             return cls(output_format, tuple(copied), added)
 
+        # The types of a parquet input are copied. Those of text formats are inferred.
         if files[0].format == ".parquet":
             known = data.schema(files[0])
             fields = [(name, known.field(name).type) for name in copied]
@@ -110,6 +112,7 @@ class Table:
         """Return rows with their predictions as the content of a part."""
         if self.format == ".jsonl":
             lines = [_json({**row, **more}) for row, more in zip(rows, predictions)]
+            # Escapes of JSON can contain lone surrogates, which UTF-8 cannot encode.
             return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
 
         if self.format == ".csv":
@@ -128,6 +131,7 @@ class Table:
             columns[name] = column_array(values, self.schema.field(name), file)
         for name, kind in self.added.items():
             columns[name] = pyarrow.array([more.get(name) for more in predictions], kind)
+
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table(columns, schema=self.schema), buffer)
         return buffer.getvalue()
@@ -140,10 +144,13 @@ class Table:
                 for part in parts:
                     writer.write_table(pyarrow.parquet.read_table(part))
             return
+
+        # The parts have no header, so that they can be concatenated.
         if self.format == ".csv":
             header = io.StringIO()
             csv.writer(header, lineterminator="\n").writerow([*self.copied, *self.added])
             output.write(header.getvalue().encode())
+
         for part in parts:
             with open(part, "rb") as file:
                 shutil.copyfileobj(file, output)
