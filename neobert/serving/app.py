@@ -54,6 +54,7 @@ def create_app(options: ServeOptions) -> FastAPI:
     async def metrics() -> Response:
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4")
 
+    # Requests to other paths than these routes share one label in the metrics.
     app.add_middleware(
         RequestGate,
         api_key=options.server.key,

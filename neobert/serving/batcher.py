@@ -94,6 +94,7 @@ class Batcher(Generic[SequenceT, ResultT]):
         job = _Job[SequenceT, ResultT](sequences, asyncio.get_running_loop().create_future(), {})
         self._jobs.append(job)
         self._count(tokens, 1)
+        # The task ends with the queue, and a later request starts another one.
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         try:
@@ -124,8 +125,10 @@ class Batcher(Generic[SequenceT, ResultT]):
         while self._jobs:
             job = self._jobs[0]
             tokens += len(job.sequences[job.position])
+            # The first text is always taken, even if it exceeds the budget.
             if batch and tokens > self.batch_tokens:
                 break
+
             batch.append((job, job.position))
             job.position += 1
             if job.position == len(job.sequences):
@@ -143,6 +146,8 @@ class Batcher(Generic[SequenceT, ResultT]):
         except Exception as error:
             if len(batch) == 1:
                 return [error]
+
+        # One text may have failed the batch, so that each text is processed alone.
         outcomes: list[Any] = []
         for item in batch:
             outcomes += await self._process([item])
@@ -155,10 +160,13 @@ class Batcher(Generic[SequenceT, ResultT]):
         if job.future.done():
             # The request was cancelled, or another of its texts has failed.
             return
+
+        # A request fails as a whole, and its other texts leave the queue.
         if isinstance(outcome, Exception):
             self._remove(job)
             job.future.set_exception(outcome)
             return
+
         job.results[index] = outcome
         if len(job.results) == len(job.sequences):
             job.future.set_result([job.results[i] for i in range(len(job.sequences))])

@@ -69,6 +69,7 @@ class WorkerApplication:
         transformers_logging.disable_progress_bar()
         server = self.options.server
         threads = server.threads
+        # Workers share the cores of the machine.
         if threads is None and server.workers > 1:
             threads = max(1, _available_cores() // server.workers)
         if threads is not None:
@@ -119,9 +120,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The port is taken before the models are loaded.
     listener = _bind(options.server.host, options.server.port)
     port = listener.getsockname()[1]
+    # A URL contains an IPv6 address in brackets.
     host = f"[{options.server.host}]" if ":" in options.server.host else options.server.host
+
     announcer = multiprocessing.get_context("spawn").Semaphore(1)
     application = WorkerApplication(options, f"http://{host}:{port}", announcer)
+
     config = uvicorn.Config(
         application,
         factory=True,
@@ -129,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_config=None,
         log_level="warning",
         access_log=False,
+        # Requests in progress reach their own deadline first.
         timeout_graceful_shutdown=int(options.requests.timeout) + 1,
         callback_notify=application.announce,
         # Loading a large model can keep a worker from answering the supervisor.
@@ -158,12 +163,14 @@ def _run_worker(config: uvicorn.Config, listener: socket.socket) -> int:
 def _run_supervisor(config: uvicorn.Config, listener: socket.socket) -> int:
     """Serve in worker processes, and restart those that die."""
     folder = tempfile.mkdtemp(prefix="neobert-metrics-")
+    # Worker processes inherit the variable, and share their metrics in the directory.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
     try:
         supervisor = Multiprocess(config, sockets=[listener])
         supervisor.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
     failed = any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes)
     return 2 if failed else 0
 
@@ -186,6 +193,8 @@ def _bind(host: str, port: int) -> socket.socket:
             f"the address {host}:{port} must be available, got: {error.strerror or error}. Choose "
             "another --port or --host."
         ) from error
+
+    # The workers accept connections from this socket.
     listener.set_inheritable(True)
     return listener
 

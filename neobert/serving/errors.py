@@ -56,6 +56,7 @@ async def handle_error(request: Request, error: Exception) -> JSONResponse:
         headers = dict(error.headers) if error.headers else None
         return error_response(path, error.status_code, error.detail, headers)
     if isinstance(error, RequestValidationError):
+        # The first error is enough for a client to correct the request.
         return error_response(path, 400, describe_validation(error.errors()[0]))
     if isinstance(error, UserError):
         return error_response(path, 500, str(error))
@@ -68,7 +69,9 @@ def describe_validation(error: dict[str, Any]) -> str:
         return f"the body must be valid JSON: {error['ctx']['error']}."
     if error["loc"] == ("body",) and error["type"] != "missing":
         return "the body must be a JSON object. Send it with `Content-Type: application/json`."
+
     path = ""
+    # The location starts with the source of the value, which is not part of the path.
     for part in error["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
@@ -79,5 +82,6 @@ def describe_validation(error: dict[str, Any]) -> str:
     name = f"`{path}`" if path else "the body"
     if error["type"] == "missing":
         return f"{name} is required."
+    # pydantic describes a rule with should, the messages of this package with must.
     rule = re.sub(r"^(Input|List|String|Value) should ", "must ", error["msg"])
     return f"{name} {rule}."

@@ -34,6 +34,8 @@ class Metrics:
         self.tokens = Counter(
             "neobert_tokens", "Tokens that the models processed.", ["model"], registry=self.registry
         )
+
+        # The mode livesum adds up the gauges of those workers that are alive.
         self.queue_tokens = Gauge(
             "neobert_queue_tokens",
             "Tokens in the queue, with those of the running batch.",
@@ -48,6 +50,7 @@ class Metrics:
             multiprocess_mode="livesum",
             registry=self.registry,
         )
+
         self.batch_texts = Histogram(
             "neobert_batch_texts",
             "Texts per batch.",
@@ -88,6 +91,7 @@ class Metrics:
 
 def _is_running(pid: int) -> bool:
     try:
+        # Signal 0 only checks whether the process exists.
         os.kill(pid, 0)
     except OSError:
         return False

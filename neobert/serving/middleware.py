@@ -73,6 +73,7 @@ class RequestGate:
             await refuse(401, message, {"WWW-Authenticate": "Bearer"})
             return
 
+        # Reading the body and running the route share one deadline.
         deadline = time.monotonic() + self.timeout
         try:
             body = await asyncio.wait_for(_read_body(scope, receive), self.timeout)
@@ -81,9 +82,11 @@ class RequestGate:
             await refuse(408, message, {"Connection": "close"})
             return
         except _TooLarge:
+            # The rest of the body is not read, so that the connection cannot be used again.
             message = f"the body must have at most {MAX_REQUEST_BYTES} bytes. Send fewer texts."
             await refuse(413, message, {"Connection": "close"})
             return
+
         if body is None:
             response.status = CLIENT_CLOSED
             return
@@ -97,6 +100,7 @@ class RequestGate:
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if route.done():
+                # A finished route raises its exception here.
                 await route
                 return
             await _cancel(route)
@@ -150,6 +154,7 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
     Raises:
         _TooLarge: If the body is too large.
     """
+    # A large body is refused before it is read, if its length is announced.
     announced = dict(scope["headers"]).get(b"content-length", b"0")
     if announced.isdigit() and int(announced) > MAX_REQUEST_BYTES:
         raise _TooLarge

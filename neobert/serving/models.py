@@ -67,6 +67,7 @@ class Encoder:
             options.requests.batch_tokens,
             **options.encoder.settings(),
         )
+
         self.name = public_name(options.models.model)
         self.dimensions: int = self.packed_encoder.embedding_dimension
         self.max_length = self.packed_encoder.max_length
@@ -75,6 +76,7 @@ class Encoder:
         # Special tokens at the start and the end of a text, [CLS] and [SEP].
         empty = self.packed_encoder.tokenize([""])[0]
         self._ends = (empty[0], empty[-1]) if len(empty) > 1 else None
+
         self._encoding = _load_encoding(options.requests.tiktoken_encoding)
 
     def tokenize(
@@ -93,6 +95,7 @@ class Encoder:
         ids: dict[int, np.ndarray] = {}
         lengths: dict[int, int] = {}
         texts: dict[int, str] = {}
+        # Token ids without the special tokens of the model are decoded, and tokenized as text.
         for index, item in enumerate(items):
             if isinstance(item, str):
                 texts[index] = item
@@ -109,6 +112,7 @@ class Encoder:
         lengths.update(zip(texts, text_lengths))
         if not truncate:
             check_lengths([lengths[index] for index in range(len(items))], self.max_length)
+
         excluded_prompt = "" if self.packed_encoder.packs else prompt
         return [Tokens(ids[index], excluded_prompt) for index in range(len(items))]
 
@@ -148,6 +152,7 @@ class Encoder:
     def embed(self, batch: Sequence[Tokens]) -> list[np.ndarray]:
         """Return the embeddings of tokenized texts, (D,) float32 arrays."""
         embeddings: dict[int, np.ndarray] = {}
+        # Requests differ in their prompts, and a call of the encoder excludes one prompt.
         for prompt in {tokens.prompt for tokens in batch}:
             indices = [i for i, tokens in enumerate(batch) if tokens.prompt == prompt]
             rows = self.packed_encoder.embed([batch[i].ids for i in indices], prompt=prompt)
@@ -179,6 +184,7 @@ class Encoder:
         embeddings = [embedding[:dimensions] for embedding in embeddings]
         if not (is_normalized or normalize):
             return embeddings
+        # An embedding of zeros stays zero.
         smallest = np.finfo(np.float32).tiny
         return [embedding / max(np.linalg.norm(embedding), smallest) for embedding in embeddings]
 
@@ -210,6 +216,7 @@ class Classifier:
         self.temperature = temperature
         self._tokenizer = tokenizer
         self._activation = activation
+
         self._forward: CpuClassifier | None = None
         if CpuClassifier.supports(model):
             with torch.no_grad():
@@ -234,10 +241,12 @@ class Classifier:
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise _not_loadable(folder, error) from error
+
         if encoder.model.config.model_type != "neobert" or encoder.num_labels != 1:
             raise UserError(
                 f"`reranker` must be a NeoBERT CrossEncoder with one score per pair, got {folder}."
             )
+
         _quantize(encoder.model, dtype)
         return cls(
             public_name(folder),
@@ -266,18 +275,23 @@ class Classifier:
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise _not_loadable(folder, error) from error
+
         if model.config.model_type != "neobert":
             raise UserError(f"`classifier` must be a NeoBERT sequence classifier, got {folder}.")
+        # transformers initializes missing weights randomly, and only warns about them.
         if info["missing_keys"]:
             raise UserError(
                 f"`classifier` must have a trained classification head, got {folder} without "
                 f"{sorted(info['missing_keys'])[0]}."
             )
+
         model = model.to(choose_device(options.models.device)).eval()
         _quantize(model, dtype)
         tokenizer = load_tokenizer(folder)
         limits = [text_limit(model, tokenizer)]
         temperature = 1.0
+
+        # `neobert finetune` stores the length and the temperature in task.json.
         task_file = Path(folder) / _TASK_FILE
         if task_file.is_file():
             task = read_json(task_file)
@@ -297,6 +311,7 @@ class Classifier:
             HTTPException: If a text is too long and `truncate` is False.
         """
         ids: dict[int, list[int]] = {}
+        # The tokenizer takes either texts or pairs in one call.
         for size in {len(text) for text in texts}:
             indices = [index for index, text in enumerate(texts) if len(text) == size]
             columns = zip(*(texts[index] for index in indices))
@@ -321,9 +336,11 @@ class Classifier:
             # The model itself refuses token ids outside of the vocabulary with a message.
             with contextlib.suppress(IndexError):
                 logits = self._forward(batch).float()
+
         if logits is None:
             packed = pack([*batch, *self._fillers(batch)], self.model.device)
             logits = self.model(**packed).logits[: len(batch)].float()
+
         if not logits.isfinite().all():
             raise UserError(
                 f"the logits must be finite, got infinite or NaN values in "

@@ -57,6 +57,7 @@ def make_router(state: State) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         data = [
+            # The format has a time of creation, which is not stored.
             {"id": name, "object": "model", "created": 0, "owned_by": "neobert"}
             for name in state.names
         ]

@@ -40,6 +40,7 @@ def make_router(state: State) -> APIRouter:
         logits, tokens = await state.rank(body.query, documents, body)
         scores = state.reranker.scores(logits)
         results = []
+        # Without `top_n`, the slice contains all documents.
         for index in best_first(scores)[: body.top_n]:
             result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
             if body.return_documents:

@@ -37,6 +37,7 @@ class State:
         self.encoder = Encoder(options)
         self.dtype = self.encoder.packed_encoder.dtype_name
         dtype = self.encoder.packed_encoder.dtype
+
         self._reranker: Classifier | None = None
         self._classifier: Classifier | None = None
         if models.reranker is not None:
@@ -47,6 +48,7 @@ class State:
         # One thread for the models, and one for the tokenizers, which keep settings of their call.
         self._model_thread = ThreadPoolExecutor(1, "models")
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizers")
+
         self.embeddings: Batcher[Tokens, np.ndarray] = self._batcher("encoder", self.encoder.embed)
         if self._reranker is not None:
             self.ranks: Batcher[np.ndarray, np.ndarray] = self._batcher(

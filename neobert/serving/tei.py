@@ -70,9 +70,12 @@ class PredictBody(TeiBody):
     def _wrap_single(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+
         inputs = data.get("inputs")
         if isinstance(inputs, str):
             return {**data, "inputs": [[inputs]], "is_batch": False}
+
+        # A list of strings is one pair, and a list of lists is a batch.
         is_pair = isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], str)
         return {**data, "inputs": [inputs] if is_pair else inputs, "is_batch": not is_pair}
 
@@ -118,6 +121,7 @@ def make_router(state: State) -> APIRouter:
             ]
             for row in classifier.probabilities(logits, function)
         ]
+        # InferenceClient sends parameters, and expects a list of lists for one text.
         is_batch = body.is_batch or body.parameters is not None
         return predictions if is_batch else predictions[0]
 
