@@ -83,11 +83,13 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
     if local:
         os.makedirs(folder, exist_ok=True)
 
+    # A hard link requires a temporary file on the same disk.
     with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder if local else None) as work:
         temporary = os.path.join(work, name)
         try:
             with open(temporary, "wb") as file:
                 yield file
+                # The content must be on the disk before the name appears.
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -148,6 +150,7 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the files in the directory."""
+        # fsspec keeps listings, but other processes may have written files since then.
         self.filesystem.invalidate_cache()
         if not self.filesystem.isdir(self.path):
             return []
@@ -167,11 +170,13 @@ class Folder:
         if MANIFEST in names:
             content = json.loads(self.filesystem.cat_file(self.path_of(MANIFEST)))
             return Manifest.from_json(content, self.url)
+
         if _EARLIER_MANIFEST in names:
             raise UserError(
                 f"{self.url} must contain {MANIFEST}, got {_EARLIER_MANIFEST} of an earlier "
                 "version. Its embeddings can be read; to add texts, choose another output."
             )
+
         if not all(name.startswith((".", "_")) for name in names):
             raise UserError(
                 f"{self.url} must be new or an output of neobert encode, got a directory with "
@@ -185,6 +190,7 @@ class Folder:
         """Write the manifest, unless another process did, and return the one in the directory."""
         with new_file(self.filesystem, self.path_of(MANIFEST)) as file:
             file.write(manifest.to_json().encode())
+        # Another process may have written its manifest first.
         written = self.read_manifest()
         assert written is not None
         return written
@@ -205,6 +211,8 @@ class Folder:
             match = re.fullmatch(r"(.+)-(\d{5,})\.parquet", name)
             if match and match[1] in stems:
                 keys.append((stems[match[1]], int(match[2])))
+
+        # The metadata of each part is a request to the storage, which threads run in parallel.
         with ThreadPoolExecutor(16) as pool:
             return dict(
                 zip(keys, pool.map(lambda key: self._read_part(key[0], key[1], settings), keys))
@@ -247,6 +255,7 @@ class Folder:
             for name in names:
                 with self.filesystem.open(self.path_of(name), "rb") as opened:
                     part = pyarrow.parquet.ParquetFile(opened)
+                    # Row groups are copied one by one, which bounds the memory.
                     for group in range(part.num_row_groups):
                         writer.write_table(part.read_row_group(group).cast(schema))
             writer.add_key_value_metadata(metadata)

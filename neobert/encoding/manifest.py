@@ -83,6 +83,7 @@ class Manifest:
         Raises:
             UserError: If another version of this package wrote the manifest.
         """
+        # Versions with other fields have another format.
         names = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
             raise UserError(
