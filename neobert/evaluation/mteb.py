@@ -252,6 +252,7 @@ def evaluate(
         tasks,
         cache=mteb.ResultCache(cache_path=folder / "cache"),
         co2_tracker=False,
+        # The other tasks run after an error, which the report contains.
         raise_error=False,
         show_progress_bar=show_progress_bar,
         encode_kwargs={  # type: ignore[arg-type]
@@ -266,7 +267,9 @@ def evaluate(
         score = result.get_score()
         if not math.isnan(score):
             scores[result.task_name] = round(100 * float(score), 4)
+
     types = {task.metadata.name: task.metadata.type for task in tasks}
+
     report = {
         "name": name,
         "model": str(options.evaluation.model),

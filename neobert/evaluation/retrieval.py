@@ -76,6 +76,7 @@ def queries_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
         if not row["anchor"].strip() or not row["positive"].strip():
             continue
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
+        # A dictionary removes duplicates, and keeps the order of the texts.
         texts[row["positive"]] = None
         for name, value in row.items():
             if name == "negative" or name.startswith("negative_"):
@@ -129,11 +130,13 @@ def _metrics(queries: Queries, similarity: Callable[[slice], torch.Tensor]) -> d
         for name, numbers in zip(names[start:], best):
             positives = queries.relevant[name]
             hits = [texts[number] in positives for number in numbers]
+            # Without a positive among the first ten texts, the reciprocal rank is 0.
             rank = hits.index(True) + 1 if any(hits) else math.inf
             recalls = [sum(hits[:1]) / len(positives), sum(hits) / len(positives)]
             values.append([*recalls, 1 / rank])
 
     table = np.array(values)
+    # The deviation of a single query is 0 instead of NaN.
     errors = table.std(0, ddof=min(1, len(table) - 1)) / math.sqrt(len(table))
     means = dict(zip(METRICS, table.mean(0).tolist()))
     return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
