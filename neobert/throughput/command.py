@@ -108,6 +108,7 @@ def measure(
     changes = dict(small or {})
     if plan.layers:
         changes["num_hidden_layers"] = plan.layers
+
     clock = CLOCKS[plan.clock]
     product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
     file_lengths = lengths_of_file(plan.texts, plan.tokenizer) if plan.texts else None
@@ -138,12 +139,15 @@ def measure(
                 pair: functools.partial(entry.candidate, entry.batch)
                 for pair, entry in ready.items()
             }
+
+            # Candidates alternate, so that changes of the machine's speed affect all of them.
             with torch.inference_mode():
                 timings = in_turns(calls, plan.repeats, product, clock, progress.update)
 
             for pair, entry in ready.items():
                 workload_rows[pair].update(_figures(entry, timings[pair], product))
             rows += workload_rows.values()
+            # An interrupt keeps the workloads that have finished.
             save(rows)
     return rows
 
@@ -162,6 +166,7 @@ def _first_passes(candidate: Candidate, lengths: Callable[[int], list[int]], pla
     """
     batch_size = plan.batch or plan.max_batch
     if not plan.batch:
+        # The lengths depend on the batch size, so that each size is tried.
         while batch_size > 1 and batch_size * max(lengths(batch_size)) > plan.max_tokens:
             batch_size -= 1
 

@@ -216,6 +216,7 @@ def draw_lengths(
         return [int(name)] * count
     if name.startswith("fill-"):
         return _lengths_of_fill(int(name.removeprefix("fill-")) / 100, count, generator)
+
     if name.startswith("normal-"):
         mean = int(name.removeprefix("normal-"))
         lengths = torch.randn(count, generator=generator) * mean / 4 + mean
@@ -241,8 +242,11 @@ def _lengths_of_fill(
     """
     if count == 1:
         return [longest]
+
+    # The mean of the others leaves `fill` as the mean of all, with the longest one.
     mean = max((fill * count - 1) / (count - 1), 1 / longest) * longest
     spread = min(mean, longest - mean) / 2
+
     lengths = mean + spread * torch.linspace(-1, 1, count - 1)
     lengths = lengths[torch.randperm(len(lengths), generator=generator)].round().clamp(1, longest)
     return [longest, *(int(length) for length in lengths)]
@@ -331,12 +335,15 @@ def build(
 
     torch.manual_seed(0)
     model_class = architecture.model_class
+
+    # Hidden states are measured, which need no pooler.
     has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
     options = {"add_pooling_layer": False} if has_pooler else {}
     model = model_class._from_config(
         config, attn_implementation=variant.attention, dtype=dtype, **options
     ).eval()
     if shared is not None:
+        # Both models refer to the same parameters, without a copy.
         for module, shared_module in zip(model.modules(), shared.modules()):
             module._parameters.update(shared_module._parameters)
     model.to(device)
@@ -349,6 +356,7 @@ def build(
         backend = model.attention_backend()
     else:
         backend = f"{variant.attention}, {variant.layout} layout"
+
     if variant.compiled:
         compile_blocks(model)
         backend = f"compiled; {backend}"
@@ -366,6 +374,7 @@ def flops(model: nn.Module, lengths: Sequence[int]) -> int:
         lengths: Sequence lengths in tokens.
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
     config: Any = model.config
     layers = range(config.num_hidden_layers)
     pairs = sum(_visible_pairs(config, layer, lengths) for layer in layers)
@@ -383,7 +392,9 @@ def _visible_pairs(config: Any, layer: int, lengths: Sequence[int]) -> int:
         is_local = layer_types[layer] == "sliding_attention"
     else:
         is_local = global_every > 0 and layer % global_every != 0
+
     if not is_local:
         return sum(length * length for length in lengths)
+    # `local_attention` counts the tokens on both sides, without the token itself.
     window = config.local_attention + 1
     return sum(length * min(length, window) for length in lengths)

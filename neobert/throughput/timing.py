@@ -97,6 +97,7 @@ class MatrixProduct:
                 num_threads=threads or torch.get_num_threads(),
             )
 
+        # Sizes are compared by the time of one operation.
         times = {size: timer.timeit(3).median / size**3 for size, timer in products.items()}
         self.size = min(times, key=lambda size: times[size])
         self.timer = products[self.size]
@@ -153,6 +154,7 @@ def timed(
     Returns:
         The seconds of the call, and the mean rate of the matrix product or None.
     """
+    # The mean of the rates before and after the call follows changes during the call.
     rate_before = product() if product else None
     start = clock()
     call()
