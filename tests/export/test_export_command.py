@@ -25,8 +25,8 @@ from neobert.export.source import Pooling, open_source
 
 
 def opened(path, **options):
-    with open_source(ModelOptions(folder=str(path), output="out", **options)) as found:
-        return found
+    with open_source(ModelOptions(folder=str(path), output="out", **options)) as source:
+        return source
 
 
 # ------------------------------------------------------------------------------------------------
@@ -61,30 +61,30 @@ def test_a_missing_engine(monkeypatch):
 
 
 def test_a_sentence_encoder(sentence_folder):
-    found = opened(sentence_folder)
-    assert (found.head.option, found.max_length, found.prompts["query"]) == ("base", 120, "a ")
-    kinds = [type(module).__name__ for module in found.pooling.modules]
+    source = opened(sentence_folder)
+    assert (source.head.option, source.max_length, source.prompts["query"]) == ("base", 120, "a ")
+    kinds = [type(module).__name__ for module in source.pooling.modules]
     assert kinds == ["Pooling", "Dense", "Normalize"]
-    assert found.pooling.mode == "mean" and found.pooling.normalize
+    assert source.pooling.mode == "mean" and source.pooling.normalize
     state = load_file(sentence_folder / "2_Dense" / "model.safetensors")
-    (dense,) = found.pooling.dense
+    (dense,) = source.pooling.dense
     assert torch.equal(dense.linear.weight, state["linear.weight"])
-    assert not found.config.unpad_inputs and not found.model.training
+    assert not source.config.unpad_inputs and not source.model.training
 
 
 def test_prompts_that_do_not_count(sentence_folder, tmp_path):
     """A graph does not know where a prompt ends: it has no pooled output then, and the folder tells
     its readers."""
-    found = opened(sentence_folder)
-    left_out = replace(found, pooling=replace(found.pooling, include_prompt=False))
+    source = opened(sentence_folder)
+    left_out = replace(source, pooling=replace(source.pooling, include_prompt=False))
     both = ["last_hidden_state", "sentence_embedding"]
-    assert Graph(found).outputs == Graph(replace(left_out, prompts={"query": ""})).outputs == both
+    assert Graph(source).outputs == Graph(replace(left_out, prompts={"query": ""})).outputs == both
     assert Graph(left_out).outputs == both[:1]
     (tmp_path / "tokenizer").mkdir()
-    for given, counts in ((found, True), (left_out, False)):
+    for exported, counts in ((source, True), (left_out, False)):
         place = tmp_path / str(counts)
         place.mkdir()
-        folder._write_common(place, replace(given, tokenizer_folder=tmp_path / "tokenizer"))
+        folder._write_common(place, replace(exported, tokenizer_folder=tmp_path / "tokenizer"))
         pooling = json.loads((place / "1_Pooling" / "config.json").read_text())
         assert pooling["include_prompt"] is counts
         settings = json.loads((place / "config_sentence_transformers.json").read_text())
@@ -92,24 +92,26 @@ def test_prompts_that_do_not_count(sentence_folder, tmp_path):
 
 
 def test_the_head_is_what_the_weights_are(hub_folder):
-    given = hub_folder(NeoBERTForMaskedLM)
-    assert opened(given).head.option == "masked-lm"
-    base = opened(given, head="base")
+    model_folder = hub_folder(NeoBERTForMaskedLM)
+    assert opened(model_folder).head.option == "masked-lm"
+    base = opened(model_folder, head="base")
     assert base.head.option == "base" and base.pooling is None
-    expected = load_file(given / "model.safetensors")["model.transformer_encoder.1.qkv.weight"]
+    expected = load_file(model_folder / "model.safetensors")[
+        "model.transformer_encoder.1.qkv.weight"
+    ]
     assert torch.equal(base.model.transformer_encoder[1].qkv.weight, expected)
 
 
 def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
-    given = hub_folder(NeoBERTForMaskedLM)
+    model_folder = hub_folder(NeoBERTForMaskedLM)
     raw = tmp_path / "raw"
-    shutil.copytree(given, raw)
+    shutil.copytree(model_folder, raw)
     (raw / "model.safetensors").unlink()
-    torch.save(load_file(given / "model.safetensors"), raw / "state_dict.pt")
+    torch.save(load_file(model_folder / "model.safetensors"), raw / "state_dict.pt")
     monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
-    found, expected = opened(raw), opened(given)
-    assert found.head.option == "masked-lm"
-    for actual, wanted in zip(found.model.parameters(), expected.model.parameters()):
+    source, expected = opened(raw), opened(model_folder)
+    assert source.head.option == "masked-lm"
+    for actual, wanted in zip(source.model.parameters(), expected.model.parameters()):
         assert torch.equal(actual, wanted)
 
 
@@ -173,35 +175,35 @@ def test_pooling_by_its_formulas():
 
 @pytest.fixture(scope="module")
 def reference(sentence_folder):
-    found = opened(sentence_folder)
-    return found, Reference(found)
+    source = opened(sentence_folder)
+    return source, Reference(source)
 
 
 def test_the_comparison_sees_one_wrong_token(reference):
-    found, made = reference
+    source, comparison = reference
 
     def run(ids, mask, spoil=None):
         with torch.no_grad():
-            hidden = found.model(ids, attention_mask=mask).last_hidden_state.clone()
-        vectors = found.pooling(hidden, mask)
+            hidden = source.model(ids, attention_mask=mask).last_hidden_state.clone()
+        vectors = source.pooling(hidden, mask)
         if spoil == "token":
             hidden[-1, 1] *= -1
         if spoil == "pooled":
             vectors[-1] *= -1
         if spoil == "padding":
             hidden[mask == 0] = float("nan")
-            vectors = found.pooling(hidden.nan_to_num(), mask)
+            vectors = source.pooling(hidden.nan_to_num(), mask)
             return {"last_hidden_state": hidden.nan_to_num(1e3), "sentence_embedding": vectors}
         return {"last_hidden_state": hidden.numpy(), "sentence_embedding": vectors.numpy()}
 
     for spoil in (None, "padding"):
-        agreement = made.agreement(partial(run, spoil=spoil))
+        agreement = comparison.agreement(partial(run, spoil=spoil))
         assert (agreement.token, agreement.pooled) == pytest.approx((1, 1), abs=1e-6)
     for spoil in ("token", "pooled"):
-        worst = getattr(made.agreement(partial(run, spoil=spoil)), spoil)
+        worst = getattr(comparison.agreement(partial(run, spoil=spoil)), spoil)
         assert worst == pytest.approx(-1, abs=1e-6)
     with pytest.raises(UserError, match="last_hidden_state must have the shape .*, got nothing"):
-        made.agreement(lambda ids, mask: {})
+        comparison.agreement(lambda ids, mask: {})
 
 
 def test_a_cosine_that_is_not_a_number_is_the_worst():
