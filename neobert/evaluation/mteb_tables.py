@@ -72,6 +72,7 @@ def benchmark_table(name: str, runs: Mapping[str, dict[str, Any]]) -> str:
     kinds = [kind for kind in MTEB_TYPES if kind in tasks.values()]
     rows: list[list[str | None]] = []
     for model, run in runs.items():
+        # A run without all tasks of the benchmark has no comparable mean.
         if run["scores"].keys() >= tasks.keys():
             means = averages({task: run["scores"][task] for task in tasks}, tasks)
             cells = [_cell(means[kind]) for kind in (*kinds, "tasks", "types")]
@@ -81,6 +82,7 @@ def benchmark_table(name: str, runs: Mapping[str, dict[str, Any]]) -> str:
 
     header = ["model", "source", *(MTEB_TYPES[kind] for kind in kinds)]
     header += ["mean of tasks", "mean of types"]
+
     if name != PAPER_BENCHMARK:
         return markdown_table(header, rows)
     published = [[model, "published", *map(_cell, values), None] for model, values in MTEB.items()]
@@ -91,12 +93,14 @@ def task_table(runs: Mapping[str, dict[str, Any]]) -> str:
     """Return the Markdown table of all tasks, one column per run, with the mean over all tasks."""
     types: dict[str, str] = {}
     for run in runs.values():
+        # Runs may have different tasks, and the table has those of all runs.
         types |= {task: run["types"][task] for task in run["scores"]}
     scores = {name: [run["scores"].get(task) for task in types] for name, run in runs.items()}
 
     rows: list[list[str | None]] = []
     for number, (task, kind) in enumerate(types.items()):
         rows.append([task, kind, *(_cell(values[number], 2) for values in scores.values())])
+
     means = [_cell(_mean(values), 2) for values in scores.values()]
     rows.append([f"**mean over {len(types)} tasks**", None, *means])
     return markdown_table(["task", "type", *runs], rows)
