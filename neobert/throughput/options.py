@@ -236,9 +236,11 @@ class Plan:
         values["device"] = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = values["device"].startswith("cuda")
         values["preset"] = values["preset"] or ("gpu" if on_gpu else "cpu")
+        # Explicit options have priority over the preset.
         for name, value in PRESETS[values["preset"]].items():
             if values[name] is None:
                 values[name] = value
+
         if values["texts"] is not None and "texts" not in values["sets"]:
             values["sets"] = [*values["sets"], "texts"]
         values["dtype"] = values["dtype"] or ("bfloat16" if on_gpu else "float32")
@@ -252,6 +254,7 @@ class Plan:
                 "`--clock processor` counts the seconds of every thread. Add --device cpu "
                 "--threads 1."
             )
+
         for name in values["sets"]:
             check_set(name, values["texts"])
         return cls(**values)

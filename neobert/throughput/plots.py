@@ -28,8 +28,11 @@ def plot_lengths(rows: Sequence[Mapping[str, Any]], path: Path, caption: str = "
     """
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
+        # Batches without padding show the effect of the length alone.
         if not row.get("error") and row["fill"] == 1:
             lines.setdefault(f"{row['model']} ({row['implementation']})", []).append(row)
+
+    # A line needs two lengths.
     lines = {name: points for name, points in lines.items() if len(points) > 1}
     if not lines:
         return False
@@ -113,6 +116,7 @@ def plot_speedup(
                     fontsize=9,
                 )
 
+    # Speedups above this line mean that packed NeoBERT is faster.
     axes.axhline(1, color="#777777", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -146,6 +150,7 @@ def _line(
     quartiles: Sequence[Sequence[float]],
 ) -> None:
     """Draw one line with its quartiles as error bars."""
+    # matplotlib takes distances from the value, which must not be negative.
     below = [max(0.0, value - low) for value, (low, _) in zip(y, quartiles)]
     above = [max(0.0, high - value) for value, (_, high) in zip(y, quartiles)]
     axes.errorbar(
