@@ -53,8 +53,10 @@ RECIPES = ROOT / "recipes"
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     reports = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
-    given = {"max_steps": 150, "save_steps": 150, "logging_steps": 10, "report_to": reports}
-    metrics = run_of(arguments_of(corpus, tmp_path, validation=corpus / "validation.txt", **given))
+    options = {"max_steps": 150, "save_steps": 150, "logging_steps": 10, "report_to": reports}
+    metrics = run_of(
+        arguments_of(corpus, tmp_path, validation=corpus / "validation.txt", **options)
+    )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     names = {"loss", "masked_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
@@ -241,8 +243,8 @@ def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, m
         (tmp_path / "train" / "prepared.json").unlink()
     monkeypatch.setattr(sources.Source, "kind", "hub")
     monkeypatch.setattr(sources, "load_dataset", _text_files)
-    given = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "column": "text"}
-    arguments = arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", **given)
+    options = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "column": "text"}
+    arguments = arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", **options)
     run_of(arguments)
     assert not (tmp_path / "prepared").exists()
     run_of([*arguments, "--prepare"])
@@ -281,13 +283,13 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys):
 @pytest.mark.slow
 def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one"))
-    given = {"model_config": json.dumps({"max_position_embeddings": 128}), "max_length": 64}
-    given |= {
+    options = {"model_config": json.dumps({"max_position_embeddings": 128}), "max_length": 64}
+    options |= {
         "mixture": json.dumps({"0": 0.2, "12": 0.4, "18": 0.4}),
         "init_from": tmp_path / "one",
     }
-    given |= {"learning_rate": 0, "warmup_steps": 0, "max_steps": 1, "save_steps": 1}
-    run_of(arguments_of(corpus, tmp_path / "two", **given))
+    options |= {"learning_rate": 0, "warmup_steps": 0, "max_steps": 1, "save_steps": 1}
+    run_of(arguments_of(corpus, tmp_path / "two", **options))
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path / "two")
     assert model.config.max_position_embeddings == 128 and model.config.hidden_size == 32
     # At learning rate 0 stage 2 must end with stage 1's weights.
@@ -305,8 +307,8 @@ def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
     )
     starts = {"folder": tmp_path / "one", "raw": tmp_path / "raw", "file": path}
     for name, start in starts.items():
-        given = {**short, "init_from": start, "model_config": "{}"}
-        run_of(arguments_of(corpus, tmp_path / f"of-{name}", **given))
+        options = {**short, "init_from": start, "model_config": "{}"}
+        run_of(arguments_of(corpus, tmp_path / f"of-{name}", **options))
         assert not list((tmp_path / f"of-{name}").glob(".start*"))
         assert same_weights(tmp_path / f"of-{name}", tmp_path / "of-folder")
     assert not same_weights(tmp_path / "one", tmp_path / "of-raw")
@@ -348,9 +350,9 @@ def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path, 
     # Every third token is masked, whatever the batch, so that both predict the same tokens.
     monkeypatch.setattr(TokenMasking, "__call__", _every_third)
     for rows in (12, 4):
-        given = {"global_batch_size": 12, "micro_batch_size": rows, "micro_batch_tokens": None}
-        given |= {"max_steps": 1, "warmup_steps": 0, "save_steps": 1}
-        run_of(arguments_of(corpus, tmp_path / str(rows), **given))
+        options = {"global_batch_size": 12, "micro_batch_size": rows, "micro_batch_tokens": None}
+        options |= {"max_steps": 1, "warmup_steps": 0, "save_steps": 1}
+        run_of(arguments_of(corpus, tmp_path / str(rows), **options))
         losses += log_of(tmp_path / str(rows))
     one, two = losses
     assert (one["tokens_seen"], one["epoch"]) == (two["tokens_seen"], two["epoch"])
@@ -378,9 +380,9 @@ def test_the_baseline_is_the_most_frequent_masked_token():
 
 def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
     both = {"seed": 3, "data_seed": 5}
-    for given, seed in (({}, 7), ({"seed": 3}, 3), (both, 5), ({"data_seed": 0}, 0)):
-        run = pretrain.read_run(arguments_of(corpus, tmp_path, **given))
-        assert run.data_seed == seed and run.training.seed == given.get("seed", 7)
+    for options, seed in (({}, 7), ({"seed": 3}, 3), (both, 5), ({"data_seed": 0}, 0)):
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **options))
+        assert run.data_seed == seed and run.training.seed == options.get("seed", 7)
 
 
 def test_flops_of_the_published_model():
@@ -407,7 +409,7 @@ def test_mfu_and_epochs_count_all_processes(monkeypatch, sparse, predicted):
     trainer._counts = Counter(tokens=100, squares=1000, masked=15, correct=6)
     trainer.peak_tflops, trainer.last_time = 1.0, 0.0
     monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: 4.0)
-    monkeypatch.setattr(RunTrainer, "log", lambda *given: None)
+    monkeypatch.setattr(RunTrainer, "log", lambda *args: None)
 
     logs = {"loss": 1.0}
     trainer.log(logs)
@@ -427,17 +429,17 @@ def test_the_decoder_computes_masked_tokens_alone_by_default():
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     """The start's own tokenizer is the default: the words of another one would meet other rows of
     its embedding."""
-    lines, own = (corpus / "train.txt").read_text().splitlines(), tmp_path / "own"
+    lines, own_tokenizer = (corpus / "train.txt").read_text().splitlines(), tmp_path / "own"
     for name, size in (("own", 300), ("bpe", 280)):
         save_bpe(lines, tmp_path / name, size)
     short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "prepared": None}
-    run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
-    size = load_tokenizer(own).get_vocab()
+    run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own_tokenizer, **short))
+    size = load_tokenizer(own_tokenizer).get_vocab()
     two = {**short, "init_from": tmp_path / "one", "model_config": "{}"}
     words = "bpe differs from the tokenizer of `init_from` .*one, to which the weights belong"
     with pytest.raises(UserError, match=words):
         run_of(arguments_of(corpus, tmp_path / "two", tokenizer=tmp_path / "bpe", **two))
-    run_of(arguments_of(corpus, tmp_path / "two", tokenizer=own, **two))
+    run_of(arguments_of(corpus, tmp_path / "two", tokenizer=own_tokenizer, **two))
     assert load_tokenizer(tmp_path / "two").get_vocab() == size
     run_of(arguments_of(corpus, tmp_path / "three", **two))
     assert load_tokenizer(tmp_path / "three").get_vocab() == size
@@ -449,7 +451,7 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
 
 
 def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
-    shares = [({"max_steps": steps}, own) for steps, own in ((8, 0), (400, 20), (10**6, 2000))]
+    shares = [({"max_steps": steps}, count) for steps, count in ((8, 0), (400, 20), (10**6, 2000))]
     for more, steps in (*shares, ({"warmup_steps": 3}, 3), ({"warmup_steps": 0.5}, 4)):
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **{"warmup_steps": None, **more}))
         assert run.training.get_warmup_steps(run.training.max_steps) == steps, more
@@ -474,8 +476,8 @@ def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
     length that the weights know."""
     tokenizer = load_tokenizer(TOKENIZER)
     NeoBERTForMaskedLM(NeoBERTConfig(**TINY)).save_pretrained(tmp_path)
-    given = {"dropout": 0.1, "max_length": 128, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
-    config = model_module.make_model(given, str(tmp_path), tokenizer, 0).config
+    fields = {"dropout": 0.1, "max_length": 128, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
+    config = model_module.make_model(fields, str(tmp_path), tokenizer, 0).config
     assert config.hidden_dropout == config.attention_dropout == 0.1
     assert config.max_position_embeddings == 128
     # YaRN must extend from the first stage's length.
