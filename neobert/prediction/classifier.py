@@ -86,6 +86,7 @@ class TaskRecord:
                 bio=record["bio"],
             )
             return cls(task, record["max_length"], record["temperature"])
+
         try:
             # Other classifiers have no task.json. Their configuration determines the task.
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -305,6 +306,7 @@ class PackedClassifier:
             else:
                 types = None if batch.types is None else [batch.types[i] for i in index]
                 logits = self._padded(ids, types)
+
             # Batches are sorted by length. Results return to the order of the texts.
             for i, row in zip(index, logits):
                 if not np.isfinite(row).all():
