@@ -97,6 +97,7 @@ def describe(app: FastAPI, options: ServeOptions, address: str) -> str:
         f"{encoder.dimensions} dimensions",
         f"up to {encoder.max_length} tokens per text",
     ]
+
     if options.models.reranker is not None:
         parts.append(f"reranker {state.reranker.name}")
     if options.models.classifier is not None:

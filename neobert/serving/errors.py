@@ -46,6 +46,7 @@ def error_response(
                 "code": status,
             }
         }
+
     return JSONResponse(content, status, headers)
 
 

@@ -140,6 +140,7 @@ class Encoder:
                 "model. Send text, or start the server with --tiktoken-encoding cl100k_base, which "
                 "LangChain sends.",
             )
+
         try:
             return self._encoding.decode(ids)
         except (KeyError, OverflowError) as error:
