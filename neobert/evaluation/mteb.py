@@ -105,6 +105,7 @@ def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {
                     f"MTEB has no task or benchmark {name!r} ({error.args[0]}). Benchmarks are "
                     f"{', '.join(BENCHMARKS)} and others."
                 ) from None
+
         tasks |= {task.metadata.name: task for task in matches}
     return list(tasks.values())
 
