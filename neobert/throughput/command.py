@@ -187,6 +187,7 @@ def _figures(entry: _Ready, timing: Timing, product: MatrixProduct) -> Row:
     tokens = sum(batch.lengths)
     batch_size = len(batch.lengths)
     longest = max(batch.lengths)
+
     speed = timing.per_second(tokens)
     return {
         "backend": entry.candidate.backend,
