@@ -73,9 +73,9 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
     for name, tolerance in (("fp32", 1e-4), ("fp16", 0.05)):
-        found = run(exported / "onnx" / FILES[name], ids, mask)["last_hidden_state"]
-        assert found.dtype == np.float32
-        assert (torch.from_numpy(found) - expected)[mask.bool()].abs().max() < tolerance, name
+        hidden = run(exported / "onnx" / FILES[name], ids, mask)["last_hidden_state"]
+        assert hidden.dtype == np.float32
+        assert (torch.from_numpy(hidden) - expected)[mask.bool()].abs().max() < tolerance, name
 
 
 def test_the_sentence_embedding_is_that_of_sentence_transformers(exported, sentence_folder):
@@ -89,8 +89,8 @@ def test_the_sentence_embedding_is_that_of_sentence_transformers(exported, sente
     assert expected.shape == (3, 48) and np.allclose(np.linalg.norm(expected, axis=1), 1, atol=1e-5)
     for name, least in (("fp32", 0.999999), ("fp16", 0.9999), ("int8", 0.99), ("q4", 0.8)):
         path = exported / "onnx" / FILES[name]
-        found = run(path, inputs["input_ids"], inputs["attention_mask"])["sentence_embedding"]
-        assert (found * expected).sum(1).min() > least, name
+        embeddings = run(path, inputs["input_ids"], inputs["attention_mask"])["sentence_embedding"]
+        assert (embeddings * expected).sum(1).min() > least, name
 
 
 def test_names_and_axes(exported):
@@ -128,11 +128,11 @@ def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch)
     ids, mask = padded_batch(11, 5)
     with torch.no_grad():
         expected = model_class.from_pretrained(folder).eval()(ids, attention_mask=mask)
-    found = run(out / "onnx" / "model.onnx", ids, mask)
-    assert list(found) == outputs
+    results = run(out / "onnx" / "model.onnx", ids, mask)
+    assert list(results) == outputs
     for name in outputs:
         real = ... if expected[name].shape[1:] == (3,) else mask.bool()
-        assert (torch.from_numpy(found[name]) - expected[name])[real].abs().max() < 1e-4
+        assert (torch.from_numpy(results[name]) - expected[name])[real].abs().max() < 1e-4
     config = json.loads((out / "config.json").read_text())
     published = {NeoBERTForMaskedLM: "NeoBERTLMHead", NeoBERTModel: "NeoBERT"}
     assert config["architectures"][0] == published.get(model_class, model_class.__name__)
@@ -171,11 +171,11 @@ def test_int8_by_its_formula():
     )
     opset = [helper.make_opsetid("", 18)]
     model = onnx_quantize.int8(helper.make_model(graph, opset_imports=opset, ir_version=10))
-    (found,) = session(model.SerializeToString()).run(None, {"x": x})
+    (product,) = session(model.SerializeToString()).run(None, {"x": x})
     token, column = np.abs(x).max(-1, keepdims=True) / 127, np.abs(weight).max(0) / 63
     expected = np.rint(x / token) @ np.rint(weight / column) * token * column
-    assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-5
-    relative = np.linalg.norm(found - x @ weight, axis=-1) / np.linalg.norm(x @ weight, axis=-1)
+    assert np.abs(product - expected).max() / np.abs(expected).max() < 1e-5
+    relative = np.linalg.norm(product - x @ weight, axis=-1) / np.linalg.norm(x @ weight, axis=-1)
     assert relative.max() < 0.02, "a token with large values took precision from the others"
 
 
@@ -193,10 +193,10 @@ def test_integer_sums_stay_within_16_bits(exported):
 
 def test_int8_of_the_bundled_encoder(tmp_path):
     """A trained model: what the page on serving says of it."""
-    given = ["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out")]
-    command.main([*given, "--precisions", "int8"])
-    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["files"].values()
-    assert found["pooled"] > 0.999 and found["token"] > 0.94
+    arguments = ["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out")]
+    command.main([*arguments, "--precisions", "int8"])
+    (agreement,) = json.loads((tmp_path / "out" / "export.json").read_text())["files"].values()
+    assert agreement["pooled"] > 0.999 and agreement["token"] > 0.94
 
 
 # ------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ TEXTS = ["rain", "the server is down again, and nobody knows why", "42 words abo
 def three(sentence_folder, tmp_path_factory):
     """Exported with the third input."""
     out = tmp_path_factory.mktemp("three") / "out"
-    given = ["--precisions", *FILES, "--token-type-ids"]
-    command.main(["onnx", str(sentence_folder), str(out), *given])
+    options = ["--precisions", *FILES, "--token-type-ids"]
+    command.main(["onnx", str(sentence_folder), str(out), *options])
     return out
 
 
@@ -298,16 +298,16 @@ def encode_one(folder, text):
     """ids and mask (1, L), as tokenizer.json says without padding."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
-    found = tokenizer.encode(text)
-    return np.array([found.ids], np.int64), np.array([found.attention_mask], np.int64)
+    encoding = tokenizer.encode(text)
+    return np.array([encoding.ids], np.int64), np.array([encoding.attention_mask], np.int64)
 
 
 def spark_nlp(opened, folder):
     """One batch padded with 0; the mask is where ids are not 0; output by name, mean, length 1."""
     rows = [encode_one(folder, text)[0][0] for text in TEXTS]
     ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for row, found in zip(ids, rows):
-        row[: len(found)] = found
+    for row, token_ids in zip(ids, rows):
+        row[: len(token_ids)] = token_ids
     mask = (ids != 0).astype(np.int64)
     feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
     (hidden,) = opened.run(["last_hidden_state"], feeds)
