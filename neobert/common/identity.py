@@ -1,10 +1,19 @@
-"""Fingerprints of models, so that a resumed evaluation never mixes two models of one name."""
+"""Fingerprints of models and tokenizers.
+
+A resumed evaluation never mixes two models of one name.
+"""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .loading import check_model
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 # Files that determine the outputs of a model: weights, configuration, tokenizer. Those of the other
@@ -75,3 +84,14 @@ def sha256(*paths: str | Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return 16 hex digits that identify a tokenizer.
+
+    They are a digest of the vocabulary and of the tokens of a probe sentence, which depend on the
+    normalization.
+    """
+    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]

@@ -450,7 +450,8 @@ def rule(hint: Any) -> str:
 def _rule(hint: Any) -> str:
     base = _without_bounds(hint)
     if typing.get_origin(base) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(base)))
+        choices = list(map(str, typing.get_args(base)))
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if typing.get_origin(base) is list:
         return f"a list whose items are {rule(typing.get_args(base)[0])}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

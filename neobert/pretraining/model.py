@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
-from ..common.identity import model_fingerprint
+from ..common.identity import model_fingerprint, tokenizer_fingerprint
 from ..common.loading import check_exists, check_model_fields, load_tokenizer
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
-from .prepared import tokenizer_fingerprint
 from .sources import content_hash
 from .vocabulary_transfer import RowSources, replace_vocabulary
 

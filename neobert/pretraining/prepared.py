@@ -5,8 +5,6 @@ tokens, never truncated) and `prepared.json` (source, tokenizer and counts). The
 complete or not at all.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder, remove_leftover
+from ..common.identity import tokenizer_fingerprint
 from ..common.output import differences
 from .sources import Source, load_rows, source_key
 
@@ -156,17 +155,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[
 
 # ------------------------------------------------------------------------------------------------
 # identity
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return 16 hex digits that identify a tokenizer.
-
-    They are a digest of the vocabulary and of the tokens of a probe sentence, which depend on the
-    normalization.
-    """
-    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
 
 
 def _dataset_key(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError
 from ..common.folders import check_disjoint
+from ..common.identity import tokenizer_fingerprint
 from ..common.loading import load_tokenizer
 from ..common.options import identity
 from ..common.output import Output
@@ -17,7 +18,7 @@ from .batches import MicroBatches, TokenWindows, boundary_tokens
 from .masking import TokenMasking
 from .model import read_config, start_fingerprint, weights_folder
 from .options import OPTIONS, BatchOptions, MaskingOptions, PretrainOptions
-from .prepared import TokenizedTexts, load_prepared, prepare_dataset, tokenizer_fingerprint
+from .prepared import TokenizedTexts, load_prepared, prepare_dataset
 from .schedule import adaptation_learning_rate, make_training_arguments, steps_of_epochs
 from .sources import Source, load_rows, parse_sources, shares_of, source_digest
 from .streaming import StreamedBatches

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from neobert.common.errors import UserError
+from neobert.common.identity import tokenizer_fingerprint
 from neobert.pretraining import sources
-from neobert.pretraining.prepared import load_prepared, tokenizer_fingerprint
+from neobert.pretraining.prepared import load_prepared
 from neobert.pretraining.sources import content_hash, parse_sources, source_digest
 
 
