@@ -100,6 +100,10 @@ def baseline_results(
     """Fit the baselines on the training rows and measure them on the test rows.
 
     Args:
+        train_texts: Texts or pairs of texts of the training rows.
+        train_labels: Labels of the training rows.
+        test_texts: Texts or pairs of texts of the test rows.
+        test_labels: Labels of the test rows.
         metric: Key of `METRICS`.
         regression: Whether labels are floats.
         max_train_rows: Maximum number of training rows. A seeded sample is used if there are more.
@@ -169,6 +173,10 @@ def fit_embedding_baseline(
 
     Args:
         train_embeddings: Embeddings of the training rows, (N, D).
+        train_labels: Labels of the training rows.
+        validation_embeddings: Embeddings of the validation rows, (M, D).
+        validation_labels: Labels of the validation rows.
+        test_embeddings: Embeddings of the rows to predict, (K, D).
         metric: Key of `METRICS`.
         regression: Whether labels are floats.
     """

@@ -35,6 +35,8 @@ def probabilities(logits: np.ndarray, temperature: float, multi_label: bool) -> 
     """Return the probabilities of logits of shape (..., C).
 
     Args:
+        logits: Logits, (..., C).
+        temperature: Temperature by which the logits are divided.
         multi_label: Whether every class has a probability of its own.
     """
     scaled = np.asarray(logits, dtype=np.float64) / temperature
@@ -47,6 +49,7 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, multi_label: bool) -
     Args:
         logits: (N, C) logits of validation rows.
         labels: (N,) class numbers, or (N, C) zeros and ones of a multi-label task.
+        multi_label: Whether every class has a probability of its own.
     """
     # The temperature minimizes the mean negative log likelihood (Guo et al. 2017).
     logits = np.asarray(logits, dtype=np.float64)
@@ -96,6 +99,7 @@ def calibrate(
     Args:
         validation: Logits and labels, as for `fit_temperature`.
         test: Logits and labels.
+        multi_label: Whether every class has a probability of its own.
     """
     temperature = fit_temperature(*validation, multi_label)
     logits, labels = test

@@ -142,6 +142,7 @@ def report_baselines(task: Task, results: list[dict]) -> None:
     """Log the score of a task beside its baselines, and warn if nothing was learned.
 
     Args:
+        task: GLUE task.
         results: Contents of result.json, one per seed. Runs of earlier versions without baselines
             are ignored.
     """

@@ -40,6 +40,10 @@ def prepare(
     """Tokenize the rows of a run.
 
     Args:
+        task: GLUE task.
+        splits: Rows from `load_task`.
+        tokenizer: Tokenizer of the model.
+        selection: Options that hold out training rows.
         max_length: Maximum sequence length in tokens.
 
     Returns:
@@ -104,6 +108,7 @@ def score_and_error(
     is binomial, other scores are bootstrapped. Splits are independent.
 
     Args:
+        task: GLUE task.
         predictions: Predicted labels of every dev split.
         labels: Labels of every dev split.
     """
@@ -129,6 +134,7 @@ def task_baselines(task: Task, splits: Splits, selection: SelectionOptions) -> l
     """Fit the baselines on a run's training rows and measure them on the dev splits.
 
     Args:
+        task: GLUE task.
         splits: Rows from `load_task`.
         selection: Options that hold out training rows.
     """

@@ -98,6 +98,8 @@ def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarr
     """Return the logits of the words of each row, arrays of shape (W, C).
 
     Args:
+        task: Task with tags.
+        part: Rows with the positions of their words.
         logits: (N, L, C) logits of the tokens.
     """
     missing = missing_logits(task.labels)

@@ -1,6 +1,6 @@
-"""`neobert finetune`: fine-tune an encoder on your own rows, and compare it with baselines.
+r"""`neobert finetune`: fine-tune an encoder on your own rows, and compare it with baselines.
 
-    neobert finetune reviews.csv --text-column review --label-column stars \\
+    neobert finetune reviews.csv --text-column review --label-column stars \
         --model examples/sentence-encoder --output runs/reviews
 
 The task is inferred from the rows: classification of texts or pairs, with one or several labels,

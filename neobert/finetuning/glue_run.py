@@ -45,6 +45,8 @@ def check_sizes(task: Task, combinations: list[Hyperparameters], trainer: dict[s
     """Check that the processes can share a batch of every combination of hyperparameters.
 
     Args:
+        task: GLUE task.
+        combinations: Hyperparameters of its runs.
         trainer: Options of Trainer.
 
     Raises:
@@ -82,6 +84,7 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
     """Return the TrainingArguments of a run, and its number of steps.
 
     Args:
+        run: Run.
         folder: Directory of the checkpoints.
         rows: Number of training rows.
     """
@@ -129,8 +132,10 @@ def fine_tune(
     model and tokenizer, with the adapter merged.
 
     Args:
+        run: Run.
         model: Directory or Hub name of the model to start from, for example an MNLI checkpoint.
         splits: Rows from `load_task`.
+        tokenizer: Tokenizer of the model.
         best_score: Highest selection score of the task's finished runs. Weights are saved if the
             run is better.
         baselines: Function that returns the baselines of the task.
@@ -177,8 +182,10 @@ def build_trainer(
     """Load the model, with an adapter for LoRA, tokenize the rows, and return the trainer.
 
     Args:
+        run: Run.
         model_name: Directory or Hub name of the model to start from.
         splits: Rows from `load_task`.
+        tokenizer: Tokenizer of the model.
         checkpoints: Directory of the checkpoints.
     """
     options = run.options

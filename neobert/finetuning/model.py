@@ -43,8 +43,11 @@ def load_classifier(
     """Load a classifier in float32.
 
     Args:
+        name: Directory or Hub name of the model to start from.
         labels: Label names in the order of their numbers; empty for regression.
         problem_type: `problem_type` of the configuration; None for token classification.
+        head_dropout: Dropout probability in the head.
+        trust_remote_code: Whether to run the Python code in the repository of the model.
         pooling: "cls" or "mean" for NeoBERT and ModernBERT; None for that of the configuration.
         auto_class: Auto class of transformers that loads the model.
 

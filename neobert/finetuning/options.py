@@ -266,6 +266,7 @@ class GlueOptions:
         Values from the command line replace those of the preset and the grid.
 
         Args:
+            task: GLUE task.
             hidden_size: Hidden size of the encoder, or None if unknown.
 
         Raises:

@@ -202,6 +202,9 @@ def infer_task(
     """Return the task that rows describe, without its labels.
 
     Args:
+        raw: Training rows.
+        text_columns: Names of the columns with a text, or with the texts of a pair.
+        label_columns: Names of the columns with labels.
         name: Name of the task, or "auto" to infer the task.
     """
     if name == "auto":

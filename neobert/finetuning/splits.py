@@ -108,7 +108,10 @@ def split_rows(
     Rows with equal texts stay in one part. Labels of fewer than 3 texts stay in the training rows.
 
     Args:
+        task: Task of the rows.
+        examples: Rows.
         fractions: Fractions of the validation rows and of the test rows.
+        seed: Seed of the random order.
 
     Returns:
         The indices of the training, validation and test rows, in ascending order.

@@ -118,6 +118,7 @@ def predicted_labels(task: Task, logits: "np.ndarray") -> "np.ndarray":
     """Return the predicted classes, or the predicted values of a regression.
 
     Args:
+        task: GLUE task.
         logits: Array of shape (N, C), where C is 1 for regression.
     """
     return logits[:, 0] if task.regression else logits.argmax(axis=-1)
@@ -127,6 +128,7 @@ def scores(task: Task, predictions: "np.ndarray", labels: "np.ndarray") -> dict[
     """Return the metrics of one split, and their mean as "score".
 
     Args:
+        task: GLUE task.
         predictions: Array of N classes, or of N values for regression.
         labels: Array of N labels.
     """
@@ -144,6 +146,7 @@ def load_task(task: Task, source: str) -> Splits:
     """Load the train and dev splits of a task and check every row.
 
     Args:
+        task: GLUE task.
         source: Directory, or its URL, with `<task>/<split>.jsonl` (or .csv, .tsv, .parquet, also
             sharded as `<split>-00000-of-00001.parquet`) in the columns of nyu-mll/glue, or the name
             of such a dataset on the Hub.

@@ -33,9 +33,13 @@ def fit_token_baselines(
     """Return the tags that each baseline predicts for the words of the test rows.
 
     Args:
+        task: Task with tags.
+        train: Training rows.
+        test: Rows to predict.
         model: Directory or Hub name of the encoder before fine-tuning.
         tokenizer: Tokenizer of the encoder.
         max_length: Maximum sequence length in tokens.
+        trust_remote_code: Whether to run the Python code in the repository of the model.
 
     Returns:
         Tags by the name of the baseline: the most frequent tag of every word, a linear model on the

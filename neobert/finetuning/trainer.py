@@ -140,6 +140,11 @@ def make_trainer(
 
     Args:
         trainer_class: `FinetuneTrainer` or a subclass.
+        model: Model to train.
+        args: Arguments of the trainer.
+        train_rows: Tokenized training rows.
+        evaluation_rows: Tokenized rows that select the weights.
+        data_collator: Function that makes a batch of rows.
         compute_metrics: Function of an evaluation that returns its metrics and "score", which
             selects the weights.
         patience: Number of evaluations without progress after which the run stops, or None.
@@ -167,6 +172,7 @@ def add_adapters(
     """Return a model with low-rank adapters, whose head is trained in full.
 
     Args:
+        model: Model, which is changed.
         lora: Keyword arguments of `lora_config`.
         new_head: Names of the head's parameters that the checkpoint lacks.
         task_type: Task type of PEFT.
@@ -190,9 +196,12 @@ def save_model(
     """Save the selected weights, with the adapter of LoRA merged, and the tokenizer.
 
     Args:
+        trainer: Trainer whose model has the selected weights.
+        tokenizer: Tokenizer of the model.
         model_folder: Directory of the model, or None to save no model.
         adapter_folder: Directory of the adapter, or None without LoRA.
         auto_class: Auto class of transformers that loads the model.
+        trust_remote_code: Whether to run the Python code in the repository of the model.
         scaling: Factor and offset of the saved model's output, see `scale_output`.
 
     Returns:
