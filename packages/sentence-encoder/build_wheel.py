@@ -87,6 +87,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
         shutil.copytree(HERE, source, ignore=shutil.ignore_patterns("build_wheel.py", "build"))
+        # The model code in the wheel is that of this repository, under its license.
+        shutil.copy(ROOT / "LICENSE", source)
         model_folder = source / "neobert_sentence_encoder" / "model"
         shutil.copytree(ENCODER, model_folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
 

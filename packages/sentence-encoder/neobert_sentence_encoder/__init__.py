@@ -9,7 +9,7 @@ Examples:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +30,30 @@ DIMENSION = 384
 MAX_LENGTH = 256
 
 
-def encode(sentences: str | Sequence[str], batch_size: int = 32) -> np.ndarray:
+def encode(
+    sentences: str | Sequence[str], batch_size: int = 32, normalize: bool = True
+) -> np.ndarray:
     """Compute the embeddings of texts with ONNX Runtime.
 
     Args:
         sentences: A text or several texts.
         batch_size: Maximum number of texts that are computed at once.
+        normalize: Scale the embeddings to length 1, as the model of `load` does. Otherwise they
+            are the means of the token embeddings.
 
     Returns:
-        Embeddings of length 1 as float32, of shape (len(sentences), 384), or (384,) for one text.
+        Embeddings as float32, of shape (len(sentences), 384), or (384,) for one text.
 
     Raises:
-        TypeError: If `sentences` contains something else than texts.
+        TypeError: If `sentences` is neither a text nor a sequence of texts.
+        ValueError: If `batch_size` is less than 1.
     """
     if isinstance(sentences, str):
-        return encode([sentences], batch_size)[0]
+        return encode([sentences], batch_size, normalize)[0]
+    if not isinstance(sentences, Iterable):
+        raise TypeError(
+            f"`sentences` must be a string or a list of strings, got {type(sentences).__name__}."
+        )
     texts = list(sentences)
     for text in texts:
         if not isinstance(text, str):
@@ -66,7 +75,12 @@ def encode(sentences: str | Sequence[str], batch_size: int = 32) -> np.ndarray:
             token_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
         inputs: dict[str, Any] = {"input_ids": token_ids, "attention_mask": mask}
-        (embeddings[numbers],) = _session().run(["sentence_embedding"], inputs)
+        if normalize:
+            (embeddings[numbers],) = _session().run(["sentence_embedding"], inputs)
+        else:
+            (tokens,) = _session().run(["last_hidden_state"], inputs)
+            weights = mask[:, :, None].astype(np.float32)
+            embeddings[numbers] = (tokens * weights).sum(1) / weights.sum(1)
     return embeddings
 
 
@@ -87,8 +101,9 @@ def load(device: str = "cpu") -> SentenceTransformer:
             "'neobert-sentence-encoder[torch]'`, or use `encode`."
         ) from error
 
-    options = {"trust_remote_code": True, "local_files_only": True}
-    return SentenceTransformer(str(MODEL_FOLDER), device=device, **options)
+    return SentenceTransformer(
+        str(MODEL_FOLDER), device=device, trust_remote_code=True, local_files_only=True
+    )
 
 
 @functools.cache
