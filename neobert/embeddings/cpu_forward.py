@@ -138,7 +138,7 @@ class CpuClassifier:
     """Forward pass of a `NeoBERTForSequenceClassification` with a `CpuForward`.
 
     Args:
-        model: Model for which `CpuClassifier.supports` is true.
+        model: Model that `for_model` accepts.
     """
 
     def __init__(self, model: Any) -> None:
@@ -147,14 +147,18 @@ class CpuClassifier:
         self.dense = model.dense
         self.classifier = model.classifier
 
-    @staticmethod
-    def supports(model: Any) -> bool:
-        """Return whether this pass can replace the forward of a model."""
-        return (
+    @classmethod
+    def for_model(cls, model: Any) -> "CpuClassifier | None":
+        """Return the pass of a model, or None if it cannot replace the model's forward."""
+        is_supported = (
             type(model).__name__ == NeoBERTForSequenceClassification.__name__
             and CpuForward.supports(model.model)
             and not model._is_observed()
         )
+        if not is_supported:
+            return None
+        with torch.no_grad():
+            return cls(model)
 
     def __call__(self, texts: Sequence[np.ndarray]) -> torch.Tensor:
         """Return the logits of tokenized texts, (N, C).
@@ -250,6 +254,22 @@ class Int8Block:
 
 # ------------------------------------------------------------------------------------------------
 # operations on rows
+
+
+def run_if_known(
+    forward: CpuForward | CpuClassifier | None, texts: Sequence[np.ndarray]
+) -> torch.Tensor | None:
+    """Return the output of a fast pass, or None if the model itself must run.
+
+    It must if there is no fast pass, or if a token id is not in the vocabulary: the model refuses
+    such an id with a message.
+    """
+    if forward is None:
+        return None
+    try:
+        return forward(texts)
+    except IndexError:
+        return None
 
 
 def pool_texts(hidden: torch.Tensor, lengths: Sequence[int], pooling: str) -> torch.Tensor:

@@ -4,7 +4,6 @@
 `encode`. All commands that compute embeddings use it.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +26,7 @@ from ..common.loading import (
 )
 from ..common.packing import pack
 from ..quantization.int8 import is_int8, quantize_int8
-from .cpu_forward import CpuForward, pool_texts
+from .cpu_forward import CpuForward, pool_texts, run_if_known
 
 
 if TYPE_CHECKING:
@@ -498,14 +497,11 @@ class PackedEncoder:
 
     def _embed_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Return the embeddings of one packed batch, (N, D)."""
-        pooled = None
-        if self._forward is not None:
-            # The model itself refuses token ids outside of the vocabulary with a message.
-            with contextlib.suppress(IndexError):
-                lengths = [len(ids) for ids in batch]
-                pooled = pool_texts(self._forward(batch), lengths, self.pooling)
-        if pooled is None:
+        hidden = run_if_known(self._forward, batch)
+        if hidden is None:
             pooled = self._pool_packed(batch)
+        else:
+            pooled = pool_texts(hidden, [len(ids) for ids in batch], self.pooling)
 
         features = {"sentence_embedding": pooled}
         for module in self._rest:

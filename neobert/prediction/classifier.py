@@ -3,7 +3,6 @@
 NeoBERT runs packed, without padding. Other models run on padded batches of texts of similar length.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..common.errors import UserError, one_line
 from ..common.files import read_json
 from ..common.loading import check_model, choose_device, load_tokenizer, text_limit
 from ..common.packing import pack
-from ..embeddings.cpu_forward import CpuClassifier
+from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
 from ..finetuning.calibration import probabilities
@@ -161,10 +160,7 @@ class PackedClassifier:
 
         # NeoBERT takes batches without padding. Batches of other models are padded.
         self.packs = self.model.config.model_type == "neobert"
-        self._forward: CpuClassifier | None = None
-        if CpuClassifier.supports(self.model):
-            with torch.no_grad():
-                self._forward = CpuClassifier(self.model)
+        self._forward = CpuClassifier.for_model(self.model)
 
         limit = text_limit(self.model, self.tokenizer)
         wanted = options.long_texts.max_length or record.max_length
@@ -335,10 +331,10 @@ class PackedClassifier:
             yield batch
 
     def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
-        if self._forward is not None:
-            # The model itself refuses token ids outside of the vocabulary with a message.
-            with contextlib.suppress(IndexError):
-                return list(self._forward(ids).float().numpy())
+        fast_logits = run_if_known(self._forward, ids)
+        if fast_logits is not None:
+            return list(fast_logits.float().numpy())
+
         logits = self.model(**pack(ids, self.device)).logits.float().cpu().numpy()
         if self.task.name != TOKENS:
             return list(logits)

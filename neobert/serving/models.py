@@ -1,6 +1,5 @@
 """Models of the server: tokenization of requests, and batches without padding."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..common.errors import UserError, one_line, require
 from ..common.files import read_json
 from ..common.loading import check_model, choose_device, dtype_name, load_tokenizer, text_limit
 from ..common.packing import pack
-from ..embeddings.cpu_forward import CpuClassifier
+from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
 from .options import ServeOptions
@@ -218,10 +217,7 @@ class Classifier:
         self._tokenizer = tokenizer
         self._activation = activation
 
-        self._forward: CpuClassifier | None = None
-        if CpuClassifier.supports(model):
-            with torch.no_grad():
-                self._forward = CpuClassifier(model)
+        self._forward = CpuClassifier.for_model(model)
         self.labels: list[str] = [model.config.id2label[i] for i in range(model.num_labels)]
 
     @classmethod
@@ -332,16 +328,12 @@ class Classifier:
     @torch.inference_mode()
     def logits(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the logits of tokenized texts, (C,) float32 arrays."""
-        logits = None
-        if self._forward is not None:
-            # The model itself refuses token ids outside of the vocabulary with a message.
-            with contextlib.suppress(IndexError):
-                logits = self._forward(batch).float()
-
+        logits = run_if_known(self._forward, batch)
         if logits is None:
             packed = pack([*batch, *self._fillers(batch)], self.model.device)
-            logits = self.model(**packed).logits[: len(batch)].float()
+            logits = self.model(**packed).logits[: len(batch)]
 
+        logits = logits.float()
         if not logits.isfinite().all():
             raise UserError(
                 f"the logits must be finite, got infinite or NaN values in "

@@ -110,10 +110,10 @@ def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype,
 
 def test_a_model_with_a_hook_runs_its_own_forward(classifier):
     model = load(classifier, "classifier").model
-    assert CpuClassifier.supports(model)
+    assert CpuClassifier.for_model(model)
     with model.model.register_forward_hook(lambda *arguments: None):
-        assert not CpuClassifier.supports(model)
-    assert not CpuClassifier.supports(model.model)
+        assert CpuClassifier.for_model(model) is None
+    assert CpuClassifier.for_model(model.model) is None
 
 
 def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
