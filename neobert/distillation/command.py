@@ -50,7 +50,7 @@ from .student import (
     starts_from_teacher,
     take_embeddings,
 )
-from .transfer import equal_lengths, initialize_blocks, teacher_layers
+from .transfer import equal_lengths, initialize_blocks, select_layers
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -242,7 +242,7 @@ class Distillation:
         exact_teacher = load_sentence_transformer(
             model.teacher, self.training.device, trust_remote_code=model.trust_remote_code
         )
-        layers = teacher_layers(student, exact_teacher, model.teacher_layers)
+        layers = select_layers(student, exact_teacher, model.teacher_layers)
         self.teacher_layers = layers.numbers
         student_model: Any = student[0].auto_model
         settings = [
@@ -323,12 +323,12 @@ class Distillation:
         """Write the student, compare it with its teacher and start, return the result."""
         if not is_main():
             return {}
-        # The student is loaded as users will load it, so that the figures include the storage in
-        # float16 or float8.
         student = trainer.accelerator.unwrap_model(trainer.model)
         uncompile_blocks(student[0].auto_model)
         options = self.options.student
         save_student(student.to("cpu"), folder, options.dtype, options.embedding_dtype)
+        # The student is loaded as users will load it, so that the figures include the storage in
+        # float16 or float8.
         stored = load_sentence_transformer(str(folder), self.training.device)
         metrics = self._evaluate(stored)
         comparison = {**self.comparison, "student": metrics}

@@ -59,10 +59,10 @@ def build_student(
     else:
         start = _new_student(model, options, teacher)
 
-    # A student that was trained before keeps its map to the teacher's dimension.
     hidden_size = _encoder(start).config.hidden_size
     parts = [start[0], start[1]]
     if hidden_size != teacher_dim:
+        # A student that was trained before keeps its map to the teacher's dimension.
         trained = [module for module in start.children() if isinstance(module, modules.Dense)]
         if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
             parts.append(trained[0])

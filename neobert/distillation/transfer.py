@@ -97,7 +97,8 @@ class TeacherLayers:
         count = config.num_hidden_layers
         if not layers or not all(0 <= layer < count for layer in layers):
             raise UserError(
-                f"`teacher_layers` must be between 0 and {count - 1}, got {list(layers)}."
+                f"`teacher_layers` must be between 0 and {count - 1}, the layers of the teacher, "
+                f"got {list(layers)}."
             )
         self.config = config
         self.numbers = list(layers)
@@ -143,7 +144,7 @@ class TeacherLayers:
         return total / count
 
 
-def teacher_layers(
+def select_layers(
     student: SentenceTransformer, teacher: SentenceTransformer, layers: Sequence[int]
 ) -> TeacherLayers:
     """Return the layers of the teacher that a student starts from.
@@ -157,10 +158,12 @@ def teacher_layers(
         UserError: If the teacher is not a BERT, or student and teacher do not fit together.
     """
     if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
-        raise UserError("--init-from-teacher needs a student with the vocabulary of the teacher.")
-    expected, pooling = (
-        str(getattr(model[1], "pooling_mode", None)) for model in (teacher, student)
-    )
+        raise UserError(
+            "--init-from-teacher needs a student with the vocabulary of the teacher, got another "
+            "one. Remove --init-from-teacher."
+        )
+    expected = str(getattr(teacher[1], "pooling_mode", None))
+    pooling = str(getattr(student[1], "pooling_mode", None))
     if pooling != expected:
         raise UserError(
             f"`pooling` must be {expected}, that of the teacher, for --init-from-teacher, got "
@@ -197,11 +200,8 @@ def check_student(student: nn.Module, teacher: TeacherLayers) -> None:
             f"`teacher_layers` must name one layer per block of the student, "
             f"{config.num_hidden_layers}, got {len(teacher.layers)}."
         )
-    if (config.hidden_act, config.norm_type, config.position_embedding_type) != (
-        "swiglu",
-        "rms",
-        "rope",
-    ):
+    architecture = (config.hidden_act, config.norm_type, config.position_embedding_type)
+    if architecture != ("swiglu", "rms", "rope"):
         raise UserError(
             "`model_config` must have SwiGLU, RMSNorm and RoPE for --init-from-teacher. Remove "
             "`hidden_act`, `norm_type` and `position_embedding_type`."
@@ -234,7 +234,7 @@ def initialize_blocks(
     for number, (block, layer) in enumerate(zip(student.transformer_encoder, teacher.layers)):
         with torch.no_grad():
             after = [teacher.run(layer, hidden) for hidden in before]
-        transfer = BlockTransfer(student.config, block, layer, teacher, stream, before, after)
+        transfer = BlockTransfer(block, layer, teacher, stream, before, after)
         transfer.fit_attention()
         transfer.train_attention(steps // 5)
         transfer.fit_outputs()
@@ -259,7 +259,6 @@ class BlockTransfer:
     """Initialization of one block from one layer.
 
     Args:
-        config: Configuration of the student.
         block: Block of the student.
         layer: Layer of the teacher.
         teacher: Layers of the teacher.
@@ -270,7 +269,6 @@ class BlockTransfer:
 
     def __init__(
         self,
-        config: Any,
         block: Any,
         layer: Any,
         teacher: TeacherLayers,
@@ -278,7 +276,6 @@ class BlockTransfer:
         before: Batches,
         after: Batches,
     ) -> None:
-        self.config = config
         self.block = block
         self.layer = layer
         self.teacher = teacher
@@ -314,18 +311,13 @@ class BlockTransfer:
     def train_attention(self, steps: int) -> None:
         """Train queries and keys on the attention probabilities of the teacher."""
         block = self.block
-        values = torch.zeros_like(block.qkv.weight, dtype=torch.bool)
-        values.unflatten(0, (block.num_heads, 3, -1))[:, 2] = True
-        original = block.qkv.weight.detach().clone()
 
         def loss(number: int) -> torch.Tensor:
             query, key, _ = self._project(self.stream[number])
             return self._attention_loss(number, query @ key.mT * block.scaling)
 
+        # Adam does not change the values, whose gradient is zero.
         train([block.qkv.weight], loss, len(self.stream), steps, ATTENTION_RATE)
-        # Adam also moved the values, which have no gradient, by nothing but rounding.
-        with torch.no_grad():
-            block.qkv.weight[values] = original[values]
 
     @torch.no_grad()
     def fit_outputs(self) -> None:
@@ -402,7 +394,8 @@ class BlockTransfer:
         """Return rotated queries, rotated keys, and values, (B, H, L, K) each."""
         length = hidden.shape[1]
         positions = torch.arange(length, device=hidden.device)[None]
-        return self.block.project(hidden, rotary_embeddings(self.config, positions, length))
+        rotations = rotary_embeddings(self.block.config, positions, length)
+        return self.block.project(hidden, rotations)
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the output of all heads before `wo`, (B, L, D)."""

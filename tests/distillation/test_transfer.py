@@ -157,7 +157,7 @@ def transfer_of(steps_of_attention=0):
         before = [layers.embed(ids) for ids in batches]
         after = [layers.run(layers.layers[0], hidden) for hidden in before]
     block = pupil.transformer_encoder[0]
-    return BlockTransfer(pupil.config, block, layers.layers[0], layers, stream, before, after)
+    return BlockTransfer(block, layers.layers[0], layers, stream, before, after)
 
 
 def test_queries_keys_and_values_are_fitted_per_head():
@@ -168,7 +168,7 @@ def test_queries_keys_and_values_are_fitted_per_head():
     transfer.fit_attention()
     hidden = transfer.stream[0]
     _, _, values = transfer.block.project(
-        hidden, rotary_embeddings(transfer.config, torch.arange(hidden.shape[1])[None], 12)
+        hidden, rotary_embeddings(transfer.block.config, torch.arange(hidden.shape[1])[None], 12)
     )
     with torch.no_grad():
         expected = transfer.teacher._split(transfer.layer.attention.self.value(hidden))
@@ -300,7 +300,10 @@ def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--teacher-layers", "0", "3"], "`teacher_layers` must be between 0 and 2, got"),
+        (
+            ["--teacher-layers", "0", "3"],
+            "`teacher_layers` must be between 0 and 2, the layers of the teacher, got",
+        ),
         (["--teacher-layers", "0", "1", "2"], "one layer per block of the student, 2, got 3"),
         (
             ["--model-config", json.dumps({**SIZE, "num_hidden_layers": 4})],
