@@ -45,30 +45,8 @@ from .precisions import best_batch, make_texts, worst_cosine
 
 # Sequence lengths of every workload. The 24 short texts are those of search: queries and titles.
 SHORT = (
-    8,
-    10,
-    11,
-    13,
-    15,
-    17,
-    18,
-    20,
-    22,
-    24,
-    25,
-    27,
-    29,
-    31,
-    32,
-    34,
-    36,
-    38,
-    39,
-    41,
-    43,
-    45,
-    46,
-    50,
+    *(8, 10, 11, 13, 15, 17, 18, 20, 22, 24, 25, 27),
+    *(29, 31, 32, 34, 36, 38, 39, 41, 43, 45, 46, 50),
 )
 WORKLOADS: dict[str, Sequence[int]] = {
     "8": [8],
@@ -229,19 +207,10 @@ def bert_config(config: NeoBERTConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": swiglu_size(config) * 3 // 2,
+        "intermediate_size": config.ffn_inner_size * 3 // 2,
         "vocab_size": config.vocab_size,
         "initializer_range": 0.04,
     }
-
-
-def swiglu_size(config: NeoBERTConfig) -> int:
-    """Return the inner size of the feed-forward of a NeoBERT."""
-    from neobert.modeling_neobert import NeoBERTModel
-
-    with torch.device("meta"):
-        model: Any = NeoBERTModel(config)
-    return model.transformer_encoder[0].ffn.w3.weight.shape[1]
 
 
 def convert_bert(files: Files, python: Path) -> Path:
