@@ -20,8 +20,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
 
-from neobert.common.loading import copy_code
-from neobert.scripts import UserError, check_model, check_new, run_script
+from neobert.scripts import UserError, check_model, check_new, copy_code, run_script
 
 
 ENCODER = Path(__file__).resolve().parent / "sentence-encoder"

@@ -7,8 +7,8 @@
 
 from .common.errors import UserError
 from .common.folders import check_new
-from .common.loading import check_model
+from .common.loading import check_model, copy_code
 from .common.scripts import load_rows, run_script
 
 
-__all__ = ["UserError", "check_model", "check_new", "load_rows", "run_script"]
+__all__ = ["UserError", "check_model", "check_new", "copy_code", "load_rows", "run_script"]

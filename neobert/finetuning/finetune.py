@@ -119,8 +119,8 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
     # The output may be removed or replaced, so it must not contain an input.
     inputs = [data.train, data.validation_file, data.test_file, model]
     check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
-    task, splits = read_splits(data, _known_labels(options))
     # The rows are read before the run is claimed, because the task depends on them.
+    task, splits = read_splits(data, _known_labels(options))
     metric = options.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
         raise UserError(
