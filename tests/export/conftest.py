@@ -1,11 +1,42 @@
 """Fixtures for the tests of export: folders of tiny models."""
 
+import ctypes
+import os
+import sys
+
 import pytest
 import torch
 from helpers.export_models import build, write_tokenizer
 
 from neobert import NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
+
+
+# Otherwise OpenVINO's converter sends usage figures to Intel.
+os.environ["CI"] = "true"
+
+
+class SignalStack(ctypes.Structure):
+    """The C structure `stack_t` of Linux."""
+
+    _fields_ = [("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_signal_stack():
+    """Restore the alternative signal stack of the main thread after the tests of a file.
+
+    OpenVINO 2026.4 leaves a stack there that it has freed. Python handles signals on it, so that a
+    later test in the same process that sends itself a signal would end in a segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    sigaltstack = ctypes.CDLL(None).sigaltstack
+    before = SignalStack()
+    assert sigaltstack(None, ctypes.byref(before)) == 0
+    yield
+    assert sigaltstack(ctypes.byref(before), None) == 0
 
 
 @pytest.fixture(scope="session")
