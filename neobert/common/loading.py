@@ -30,6 +30,9 @@ CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neob
 # Dtypes of weights in a file, by the names of options.
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# `block_type` of NeoBERT. The ablations of the paper have other blocks.
+STANDARD_BLOCK = ("rms", "swiglu", "rope")
+
 
 def copy_code(folder: str | Path) -> None:
     """Copy the code files of the model to a Hub folder."""
@@ -186,6 +189,17 @@ def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
         if name not in known:
             hint = suggestion(name, known, known="NeoBERTConfig lists the fields.")
             raise UserError(f"`{where}` has the unknown field {name!r}.{hint}")
+
+
+def block_type(config: Any) -> tuple[str, str, str]:
+    """Return the norm, activation and position embeddings of the blocks of a NeoBERT.
+
+    Code that computes the blocks itself supports `STANDARD_BLOCK` only.
+
+    Args:
+        config: `NeoBERTConfig`.
+    """
+    return config.norm_type, config.hidden_act, config.position_embedding_type
 
 
 def position_limit(model: Any) -> int | None:

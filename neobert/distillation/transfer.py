@@ -26,6 +26,7 @@ from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from ..common.errors import UserError
+from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import rotary_embeddings
 
 
@@ -200,8 +201,7 @@ def check_student(student: nn.Module, teacher: TeacherLayers) -> None:
             f"`teacher_layers` must name one layer per block of the student, "
             f"{config.num_hidden_layers}, got {len(teacher.layers)}."
         )
-    architecture = (config.hidden_act, config.norm_type, config.position_embedding_type)
-    if architecture != ("swiglu", "rms", "rope"):
+    if block_type(config) != STANDARD_BLOCK:
         raise UserError(
             "`model_config` must have SwiGLU, RMSNorm and RoPE for --init-from-teacher. Remove "
             "`hidden_act`, `norm_type` and `position_embedding_type`."

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTModel,
@@ -74,9 +75,7 @@ class CpuForward:
         config = getattr(model, "config", None)
         if type(model).__name__ != NeoBERTModel.__name__ or config is None:
             return False
-        # Ablations may have other blocks.
-        parts = (config.norm_type, config.hidden_act, config.position_embedding_type)
-        if parts != ("rms", "swiglu", "rope"):
+        if block_type(config) != STANDARD_BLOCK:
             return False
         # Adapters and other replacements of linear layers run in the model itself.
         is_plain = is_int8(model) or all(

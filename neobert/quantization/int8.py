@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..common.errors import UserError
+from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import ZERO, pack_weight, product, weight_steps
 from .outliers import encoders_of, linear_layers, random_token_states, smooth
@@ -335,9 +336,8 @@ def _check(encoder: Any) -> None:
     """Raise UserError unless the linear layers of this encoder can be quantized."""
     if is_int8(encoder):
         raise UserError("the model must be in float32 or bfloat16, got a model that is in int8.")
-    config = encoder.config
-    block = (config.norm_type, config.hidden_act, config.position_embedding_type)
-    if block != ("rms", "swiglu", "rope"):
+    block = block_type(encoder.config)
+    if block != STANDARD_BLOCK:
         raise UserError(
             f"the blocks must have norm, activation and positions rms, swiglu and rope, got {block}"
             "."
