@@ -1,4 +1,4 @@
-"""Model and tokenizer of a run: from random weights, or from the weights of another model."""
+"""Model and tokenizer of a run, with random weights or with the weights of another model."""
 
 import shutil
 from collections.abc import Mapping
@@ -45,13 +45,15 @@ _SHAPE = (
 
 
 def is_raw_checkpoint(init_from: str) -> bool:
-    """Return whether a name is a local checkpoint that must be converted to the Hub format."""
+    """Return whether `init_from` is a local checkpoint that must be converted to the Hub format."""
     path = Path(init_from)
+    # A directory with config.json has the Hub format, and a name without a local path is on the
+    # Hub.
     return path.exists() and not (path / "config.json").is_file()
 
 
 def start_fingerprint(init_from: str) -> str:
-    """Return a text that identifies the weights that a run starts from.
+    """Return a string that identifies the weights that a run starts from.
 
     Raises:
         UserError: If there is no such model.
@@ -59,6 +61,8 @@ def start_fingerprint(init_from: str) -> str:
     check_exists(init_from)
     if not is_raw_checkpoint(init_from):
         return model_fingerprint(init_from)
+
+    # A raw checkpoint is a file or a directory of shards, and all of its files identify it.
     path = Path(init_from)
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return content_hash(sorted(files))
@@ -79,6 +83,8 @@ def weights_folder(init_from: str, output: str | Path, is_first: bool) -> str:
     check_exists(init_from)
     if not is_raw_checkpoint(init_from):
         return init_from
+
+    # All processes load the copy that the first process converts.
     start = Path(output) / START
     if is_first:
         # An interrupted run leaves the directory behind.
@@ -98,8 +104,8 @@ def choose_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a run.
 
-    Without a start it is the named tokenizer or the bundled one. With a start it is the tokenizer
-    of the start, whose embeddings belong to it, unless `init_embeddings` is set.
+    A run from random weights uses the named tokenizer, by default the bundled one. A run from other
+    weights uses their tokenizer, unless `init_embeddings` is set.
 
     Args:
         name: Directory or Hub name of a tokenizer, or None.
@@ -107,8 +113,8 @@ def choose_tokenizer(
         init_embeddings: Initialization of the embeddings of another tokenizer.
 
     Raises:
-        UserError: If the named tokenizer differs from that of the start, and `init_embeddings` is
-            not set.
+        UserError: If the named tokenizer differs from that of the weights, and `init_embeddings`
+            is not set.
     """
     if start is None:
         return load_tokenizer(name or str(TOKENIZER))
@@ -157,14 +163,20 @@ def make_model(
     """
     fields = dict(model_config)
     check_model_fields(fields, "model_config")
+
+    # In training, the decoder then computes the logits of masked tokens alone, which saves most of
+    # its memory and time.
     fields.setdefault("sparse_prediction", True)
     if start is not None:
         return _load_model(start, fields, tokenizer, rows)
 
+    # A new model has one row per token, unless `model_config` adds padding rows.
     fields.setdefault("vocab_size", len(tokenizer))
     fields.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _make_config(fields)
     _check_vocabulary(config.vocab_size, tokenizer, "`model_config`")
+
+    # The weights are a function of the seed, whatever random numbers were used before.
     set_seed(seed)
     return NeoBERTForMaskedLM(config)
 
@@ -200,6 +212,9 @@ def _load_model(
     config = read_config({}, start)
     vocab_size = config.vocab_size
     pad_token_id = config.pad_token_id
+
+    # Without new rows, the tokenizer must match the embeddings. With new rows, these fields
+    # describe the new vocabulary and must not change the shape in which the old weights are loaded.
     if rows is None:
         _check_vocabulary(vocab_size, tokenizer, f"`init_from` {start}")
     else:
@@ -218,6 +233,9 @@ def _load_model(
             f"the weights of `init_from` {start} cannot be loaded: {one_line(error)}."
         ) from error
     model, info = loaded
+
+    # transformers initializes missing weights randomly and logs a warning. The decoder is missing
+    # in a checkpoint of the encoder alone.
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
@@ -243,6 +261,9 @@ def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> N
     Raises:
         UserError: If a value is invalid, or the weights of `start` determine the field.
     """
+    # A new configuration validates the values and normalizes them, such as the value False of
+    # `rope`. Fields that are not set keep the shape of the weights, as the validation compares
+    # several fields.
     named = {target for name in fields for target in ALIASES.get(name, (name,))}
     values = {
         name: getattr(config, name)
@@ -265,6 +286,7 @@ def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> N
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Check that a model and a tokenizer have the same vocabulary, except for padding rows."""
+    # Padding rows belong to no token, so they do no harm.
     if not 0 <= vocab_size - len(tokenizer) <= MAX_PADDING_ROWS:
         raise UserError(
             f"{where} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "

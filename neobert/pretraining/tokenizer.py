@@ -70,6 +70,7 @@ def train_tokenizer(options: TokenizerOptions) -> str:
     """
     data = options.data
     sources = parse_sources(data.texts, data.split, data.column)
+    # Report unusable paths before the texts are read, which may take long.
     check_new(data.output)
     check_disjoint(data.output, *(path for source in sources for path in source.paths))
 
@@ -90,6 +91,8 @@ def train_tokenizer(options: TokenizerOptions) -> str:
         settings = {"do_lower_case": lowercase, "strip_accents": strip_accents}
         content["normalizer"] |= {"lowercase": lowercase, "strip_accents": strip_accents}
 
+    # Words are normalized and split as the new tokenizer will do it, and words that it could not
+    # represent are removed.
     rows = load_rows(sources)
     backend = Tokenizer.from_str(json.dumps(content))
     all_words, validation_texts = count_words(rows, data.max_characters, backend)
@@ -113,6 +116,8 @@ def train_tokenizer(options: TokenizerOptions) -> str:
             options.vocabulary.min_frequency,
         )
 
+    # The other files, such as the special tokens and the template of [CLS] and [SEP], are those of
+    # the base.
     content["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
     with new_folder(data.output) as folder:
         save_tokenizer(base, folder)
@@ -125,6 +130,7 @@ def train_tokenizer(options: TokenizerOptions) -> str:
         write_text(folder / "tokenizer.json", json_text(content))
         write_text(folder / "vocab.txt", "".join(f"{token}\n" for token in tokens))
 
+    # A corpus of fewer than 50 texts has no validation texts. Its words are used instead.
     evaluation_texts = validation_texts or list(words)
     statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
     base_statistics = tokenizer_statistics(base, evaluation_texts)
@@ -145,6 +151,7 @@ def tokenizer_statistics(
 
     The number of characters per token includes spaces.
     """
+    # `verbose=False` disables the warning about texts beyond the context length.
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     token_count = max(1, sum(map(len, ids)))
     unknown_count = sum(row.count(tokenizer.unk_token_id) for row in ids)
@@ -211,13 +218,16 @@ def filter_words(words: Mapping[str, int], min_frequency: int) -> tuple[dict[str
     for word, count in words.items():
         for character in word:
             characters[character] += count
+    # WordPiece represents a word completely or not at all, so one rare character removes its word.
     rare = {character for character, count in characters.items() if count < min_frequency}
-
     kept = {
         word: count
         for word, count in words.items()
         if len(word) <= MAX_WORD_LENGTH and rare.isdisjoint(word)
     }
+
+    # Every character also gets a token for the start of a word, as new texts may contain words that
+    # start with it.
     initial = {character for word in kept for character in word}
     continuations = {f"##{character}" for word in kept for character in word[1:]}
     return kept, sorted(initial) + sorted(continuations)
@@ -255,6 +265,7 @@ def build_vocabulary(
     existing = set(first_tokens)
     characters = [token for token in alphabet if token not in existing]
 
+    # A character without a token would make [UNK] of every word that contains the character.
     required_size = len(first_tokens) + len(characters)
     if options.rounded_size < required_size:
         min_size = -(-required_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -292,6 +303,7 @@ def train_wordpiece(
         The alphabet, followed by the merged tokens in the order of their frequency.
     """
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    # The words were split before. The trainer only separates them at the spaces.
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordPieceTrainer(
         vocab_size=max_size,
@@ -309,6 +321,8 @@ def train_wordpiece(
 
 def _repeated_words(words: Mapping[str, int], chunk_size: int = 100_000) -> Iterable[str]:
     """Yield each word as often as it was counted, in texts of at most `chunk_size` words."""
+    # The trainer accepts texts and no counts. Sorted words make the result independent of the order
+    # of the texts.
     for word, count in sorted(words.items()):
         for start in range(0, count, chunk_size):
             yield f"{word} " * min(chunk_size, count - start)
@@ -334,6 +348,7 @@ def select_useful_tokens(
     Returns:
         The selected tokens, the most useful first.
     """
+    # Candidates compete: a long token takes occurrences from the short tokens it contains.
     uses: Counter[str] = Counter()
     extended_model = _wordpiece_model([*vocabulary, *candidates])
     for word, count in words.items():
@@ -355,6 +370,8 @@ def select_useful_tokens(
             replacement = initial_model.tokenize(candidate)
         usefulness[candidate] = uses[candidate] * (len(replacement) - 1)
 
+    # Candidates that are equally useful are sorted by their text, so that the result is
+    # reproducible.
     best = sorted(candidates, key=lambda candidate: (-usefulness[candidate], candidate))
     return [candidate for candidate in best if usefulness[candidate] > 0][:max_tokens]
 
@@ -373,6 +390,7 @@ def pad_vocabulary(tokens: Sequence[str]) -> list[str]:
     """Append unused tokens, [unused99], [unused100], ..., up to a multiple of 64 tokens."""
     padded = list(tokens)
     existing = set(tokens)
+    # [unused0] to [unused98] are special tokens.
     number = 99
     while len(padded) % VOCABULARY_MULTIPLE:
         token = f"[unused{number}]"

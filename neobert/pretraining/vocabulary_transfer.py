@@ -87,17 +87,18 @@ def find_rows(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> Row
 
     sources: list[list[int]] = [[] for _ in range(len(new))]
     counts = dict.fromkeys((COPIED, MEAN, REST), 0)
-    for token, number in new_tokens.vocabulary.items():
+    for token, token_id in new_tokens.vocabulary.items():
         if token in roles:
-            sources[number] = [roles[token]]
+            sources[token_id] = [roles[token]]
             origin = COPIED
         else:
-            sources[number], origin = _find_row(token, old_tokens, new_tokens)
+            sources[token_id], origin = _find_row(token, old_tokens, new_tokens)
         counts[origin] += 1
 
+    # Rows of special and unused tokens would distort the mean of all rows.
     ordinary = [
-        number
-        for token, number in old_tokens.vocabulary.items()
+        token_id
+        for token, token_id in old_tokens.vocabulary.items()
         if old_tokens.text_of(token) is not None
     ]
     return RowSources(sources, sorted(ordinary), counts)
@@ -115,11 +116,14 @@ def mean_rows(weight: torch.Tensor, rows: RowSources, count: int) -> torch.Tenso
     Returns:
         New rows, (count, D). A row with a single source is a bit-identical copy.
     """
+    # Padding rows have no sources, like tokens that correspond to no old token.
     padding: list[list[int]] = [[] for _ in range(count - len(rows.sources))]
     sources = [*rows.sources, *padding]
     lengths = torch.tensor([len(ids) for ids in sources])
     flat_ids = torch.tensor([i for ids in sources for i in ids], dtype=torch.long)
 
+    # embedding_bag averages the rows of all tokens in one call. Its mean over no rows is 0, which
+    # the last line replaces.
     offsets = lengths.cumsum(0) - lengths
     new = F.embedding_bag(flat_ids, weight, offsets, mode="mean")
     new[lengths == 0] = weight[rows.ordinary].mean(0)
@@ -147,6 +151,8 @@ def replace_vocabulary(
     config.vocab_size = count
     config.pad_token_id = pad_token_id
 
+    # The bias is averaged as a matrix with one column. If the embeddings are tied, the new decoder
+    # equals the new embedding, and `tie_weights` lets both share one tensor again.
     embedding = nn.Embedding(count, config.hidden_size, padding_idx=pad_token_id)
     head = nn.Linear(config.hidden_size, count)
     embedding.weight.copy_(mean_rows(old_embedding, rows, count))
@@ -167,7 +173,8 @@ def wordpieces(
 ) -> tuple[list[int], bool]:
     """Tokenize text into the longest matching tokens from left to right, like WordPiece.
 
-    Characters without a token are omitted, whereas WordPiece replaces the whole word by [UNK].
+    This function also accepts text within a word, which a WordPiece tokenizer does not. Characters
+    without a token are omitted, whereas WordPiece replaces the whole word by [UNK].
 
     Args:
         text: Word or part of a word, without `prefix`.
@@ -182,6 +189,7 @@ def wordpieces(
     is_covered = bool(text)
     position = 0
     while position < len(text):
+        # Try the longest token first. A character that no token starts with is skipped.
         mark = "" if starts_word and position == 0 else prefix
         for end in range(len(text), position, -1):
             token_id = vocabulary.get(mark + text[position:end])
@@ -215,6 +223,9 @@ class _TokenReader:
         """Return the text that a token stands for; None for special and unused tokens."""
         if token in self.special_tokens or _UNUSED.fullmatch(token):
             return None
+
+        # WordPiece marks tokens within words. The other types mark tokens at the start of words,
+        # and their byte and space symbols must be decoded.
         if self.model_type == "WordPiece":
             return _TokenText(token.removeprefix(self.prefix), not token.startswith(self.prefix))
         text = self.tokenizer.convert_tokens_to_string([token])
@@ -231,12 +242,16 @@ class _TokenReader:
             Token ids, and whether they cover the whole text.
         """
         text = self.normalize(text)
+        # WordPiece tokenizers take every input for the start of a word. The other types represent
+        # the start of a word by the space before the word.
         if self.model_type == "WordPiece":
             return wordpieces(text, starts_word, self.vocabulary, self.prefix)
         space = " " if starts_word else ""
         ids = self.tokenizer(space + text, add_special_tokens=False)["input_ids"]
-        known = [i for i in ids if i != self.tokenizer.unk_token_id]
-        return known, len(known) == len(ids) > 0
+
+        # The row of [UNK] contains nothing about the text.
+        known_ids = [i for i in ids if i != self.tokenizer.unk_token_id]
+        return known_ids, len(known_ids) == len(ids) > 0
 
 
 def _matching_roles(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -252,8 +267,12 @@ def _matching_roles(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) 
 
 def _find_row(token: str, old: _TokenReader, new: _TokenReader) -> tuple[list[int], str]:
     """Return the old ids whose mean is the row of a new token, and their origin."""
+    # Tokenizers of one type mark the position in a word in the same way, so that equal strings are
+    # equal tokens.
     if old.model_type == new.model_type and token in old.vocabulary:
         return [old.vocabulary[token]], COPIED
+
+    # Special tokens whose role the old tokenizer does not have stand for no text.
     token_text = new.text_of(token)
     if token_text is None:
         return [], REST
