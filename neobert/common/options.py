@@ -28,6 +28,7 @@ import importlib.util
 import logging
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,9 @@ from .files import read_brackets, read_yaml, redacted
 logger = logging.getLogger("neobert.options")
 
 OptionsT = TypeVar("OptionsT")
+
+# Longer lists of choices are part of the description of an option and not of its placeholder.
+_MAX_CHOICES_LENGTH = 60
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ def identity(options: Any) -> dict[str, Any]:
 
     Options of Trainer are not included, see `training.options.number_options`.
     """
-    values = {}
+    names = []
     for group in _groups(type(options)).values():
         for item in dataclasses.fields(group):
             if item.init and item.metadata.get("affects_results", True):
-                values[item.name] = item
-    flat = flatten(options)
-    return {name: flat[name] for name in values}
+                names.append(item.name)
+    values = flatten(options)
+    return {name: values[name] for name in names}
 
 
 def log_options(options: Any) -> None:
@@ -142,8 +146,11 @@ class OptionParser(Generic[OptionsT]):
     @property
     def fields(self) -> dict[str, dataclasses.Field]:
         """Fields of all groups, {option: dataclass field}."""
-        groups = _groups(self.options).values()
-        return {f.name: f for group in groups for f in dataclasses.fields(group) if f.init}
+        fields = {}
+        for group in _groups(self.options).values():
+            # `init=False` marks attributes that are computed from the options.
+            fields.update({item.name: item for item in dataclasses.fields(group) if item.init})
+        return fields
 
     def read(self, argv: Sequence[str]) -> OptionsT:
         """Read the options of a command line.
@@ -163,6 +170,7 @@ class OptionParser(Generic[OptionsT]):
         paths: list[str | Path] = [*self.default_recipes, *recipes]
         for path in paths:
             content = _read_recipe(path)
+            # The section `trainer` only groups its options: they are those at the top level.
             content.update(content.pop("trainer", None) or {})
             values.update(convert(content, hints, f" in the recipe {path}"))
         values.update(convert(self._split_command_line(words, hints), hints, dashes="--"))
@@ -172,7 +180,11 @@ class OptionParser(Generic[OptionsT]):
         return self._build(values)
 
     def help(self, argv: Sequence[str] = ()) -> str:
-        """Return the text of `--help`. Imports neither torch nor transformers."""
+        """Return the text of `--help`, without importing torch or transformers.
+
+        Args:
+            argv: Command line. Parsers of several commands choose one by it; this one ignores it.
+        """
         return self._argparse_parser(self._group_hints()).format_help()
 
     def _group_hints(self) -> dict[str, Any]:
@@ -192,9 +204,14 @@ class OptionParser(Generic[OptionsT]):
         return hints
 
     def _check_empty_values(self, values: Mapping[str, Any]) -> None:
+        """Check that no value is "", except for options whose default is "".
+
+        Raises:
+            UserError: If a value is empty.
+        """
+        fields = self.fields
         for name, value in values.items():
-            declared = self.fields.get(name)
-            may_be_empty = declared is not None and declared.default == ""
+            may_be_empty = name in fields and fields[name].default == ""
             items = value if isinstance(value, (list, tuple)) else [value]
             if "" in items and not may_be_empty:
                 raise UserError(
@@ -203,6 +220,11 @@ class OptionParser(Generic[OptionsT]):
                 )
 
     def _check_required(self, values: Mapping[str, Any]) -> None:
+        """Check that all options without a default have a value.
+
+        Raises:
+            UserError: If an option is missing.
+        """
         missing = [
             _spelled(item)
             for item in self.fields.values()
@@ -214,17 +236,20 @@ class OptionParser(Generic[OptionsT]):
             )
 
     def _build(self, values: dict[str, Any]) -> OptionsT:
+        """Return the options object with these values. The values are removed from the dict."""
         groups: dict[str, Any] = {}
         for name, group in _groups(self.options).items():
             names = [f.name for f in dataclasses.fields(group) if f.init and f.name in values]
             groups[name] = group(**{option: values.pop(option) for option in names})
+
+        # Only the options of Trainer are left.
         if self.trainer_defaults is not None:
             groups["trainer"] = {**self.trainer_defaults, **values}
         return self.options(**groups)
 
     def _split_command_line(self, words: Sequence[str], hints: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of a command line as text, {option: text or list of texts}."""
-        # --max_length is accepted for --max-length.
+        # Users of transformers type --max_length; it is accepted for --max-length.
         words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in words]
         try:
             parsed, unknown = self._argparse_parser(hints).parse_known_args(words)
@@ -236,7 +261,8 @@ class OptionParser(Generic[OptionsT]):
 
         values = {}
         for name, value in vars(parsed).items():
-            # A list of one item may also be meant as a single value; the types decide later.
+            # Options of Trainer such as `list | str` accept both forms, so that a list of one item
+            # may be meant as a single value. `convert` decides by the type.
             is_single = isinstance(value, list) and len(value) == 1
             values[name] = value[0] if is_single else value
         return values
@@ -251,12 +277,12 @@ class OptionParser(Generic[OptionsT]):
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
             exit_on_error=False,
+            # Options that are not on the command line must not override those of recipes.
             argument_default=argparse.SUPPRESS,
         )
 
-        # The options of Trainer that every user needs stand behind the first group.
-        groups = list(_groups(self.options).values())
-        for index, group in enumerate(groups):
+        # The common options of Trainer follow the first group, which contains the data.
+        for index, group in enumerate(_groups(self.options).values()):
             section = parser.add_argument_group(group.title)
             for item in dataclasses.fields(group):
                 if item.init:
@@ -272,12 +298,14 @@ class OptionParser(Generic[OptionsT]):
         if self.trainer_defaults is None:
             return
         section = parser.add_argument_group("Training")
-        for name, (kind, text) in TRAINER_HELP.items():
+        for name, (metavar, text) in TRAINER_HELP.items():
+            # A command may define an option of Trainer itself, with its own help and bounds.
             if name in self.fields:
                 continue
             default = self.trainer_defaults.get(name)
-            shown = "" if default in (None, "") else f" (default: {default})"
-            section.add_argument(_dashed(name), dest=name, metavar=kind, help=text + shown)
+            if default not in (None, ""):
+                text += f" (default: {default})"
+            section.add_argument(_dashed(name), dest=name, metavar=metavar, help=text)
 
         # The other options of Trainer are accepted, and only listed at the end of the help.
         for name in hints:
@@ -287,20 +315,22 @@ class OptionParser(Generic[OptionsT]):
                 parser.add_argument(_dashed(name), dest=name, **settings)
 
     def _trainer_epilog(self) -> str | None:
+        """Return the list of Trainer's other options, or None for commands that do not train."""
         if self.trainer_defaults is None:
             return None
-        others = [
-            _dashed(name) + (f"={value}" if (value := self.trainer_defaults.get(name)) else "")
-            for name in _trainer_option_names()
-            if name not in TRAINER_HELP and name not in self.fields and name not in _SET_BY_COMMANDS
-        ]
+        others = []
+        for name in _trainer_option_names():
+            if name not in (*TRAINER_HELP, *_SET_BY_COMMANDS, *self.fields):
+                default = self.trainer_defaults.get(name)
+                others.append(f"{_dashed(name)}={default}" if default else _dashed(name))
         return (
             "Other options of transformers.TrainingArguments, with defaults that differ from\n"
             "those of transformers:\n  " + "\n  ".join(_wrapped(others))
         )
 
 
-# Options of Trainer that `--help` describes; the others are listed by name.
+# Options of Trainer that `--help` describes, {option: (placeholder, description)}. The others are
+# listed by name.
 TRAINER_HELP = {
     "num_train_epochs": ("FLOAT", "Number of training epochs."),
     "max_steps": ("INT", "Number of optimizer steps. Overrides --num-train-epochs if positive."),
@@ -330,68 +360,120 @@ _SET_BY_COMMANDS = (
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter that aligns the descriptions at a readable column."""
+    """Formatter with lines of 100 characters, whose descriptions start at a fixed column."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=100)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Return the lines of a description. Unlike argparse, do not break at hyphens.
+
+        The halves of an option such as --max-length could not be found or copied.
+        """
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
 
 def _add_option(section: Any, item: dataclasses.Field, hint: Any) -> None:
-    """Add one option of the command to a section of `--help`."""
+    """Add one option of the command to a section of `--help`.
+
+    Args:
+        section: Section of an argparse parser.
+        item: Field of the option.
+        hint: Type hint of the option.
+    """
     settings = _argparse_settings(hint, item.metadata.get("metavar"))
-    settings["help"] = _description(item)
+    settings["help"] = _description(item, hint)
     if item.metadata.get("positional"):
-        is_list = list in _types(hint)
+        # A recipe may contain the value, so that the command line may omit it.
+        nargs = "*" if list in _types(hint) else "?"
         section.add_argument(
-            item.name,
-            nargs="*" if is_list else "?",
-            metavar=item.name.upper(),
-            help=settings["help"],
+            item.name, nargs=nargs, metavar=item.name.upper(), help=settings["help"]
         )
-        # The option is accepted by its name, too.
+        # The option is accepted by its name, too, and described once.
         settings["help"] = argparse.SUPPRESS
     section.add_argument(_dashed(item.name), dest=item.name, **settings)
 
 
 def _argparse_settings(hint: Any, metavar: str | None) -> dict[str, Any]:
-    kinds = _types(hint)
+    """Return the keyword arguments of `add_argument` for an option of a type.
+
+    Values stay text: `convert` checks the types of recipes and of the command line in one place.
+    """
+    allowed_types = _types(hint)
     settings: dict[str, Any] = {"metavar": metavar or _metavar(hint)}
-    if {list, dict} & kinds:
+    # Lists and mappings may be written as in YAML: --columns "[a, b]" or "{a: 1}".
+    if {list, dict} & allowed_types:
         settings["type"] = read_brackets
-    if list in kinds:
+    if list in allowed_types:
         settings["nargs"] = "+"
-    elif bool in kinds:
+    elif bool in allowed_types:
+        # --compile without a value is --compile true.
         settings.update(nargs="?", const="true")
     return settings
 
 
 def _metavar(hint: Any) -> str:
-    """Return the placeholder of a value: INT, FLOAT, TEXT, {a,b}, ..."""
-    for kind in _alternatives(hint):
-        base = _without_bounds(kind)
-        if typing.get_origin(base) is Literal:
-            return "{" + ",".join(map(str, typing.get_args(base))) + "}"
+    """Return the placeholder of a value: INT, FLOAT, TEXT, {a,b}, ...
+
+    It is NAME if the description lists the choices, see `_choices_are_described`.
+    """
+    choices = _choices(hint)
+    if choices:
+        return "NAME" if _choices_are_described(hint) else f"{{{','.join(choices)}}}"
+    for alternative in _alternatives(hint):
+        base = _without_bounds(alternative)
         if typing.get_origin(base) is list:
             return _metavar(typing.get_args(base)[0])
         if typing.get_origin(base) is dict or base is dict:
             return "MAPPING"
-    kinds = _types(hint)
-    names = {bool: "{true,false}", int: "INT", float: "FLOAT"}
-    return next((name for kind, name in names.items() if kind in kinds), "TEXT")
+
+    for option_type, name in ((bool, "{true,false}"), (int, "INT"), (float, "FLOAT")):
+        if option_type in _types(hint):
+            return name
+    return "TEXT"
 
 
-def _description(item: dataclasses.Field) -> str:
-    """Return the help text of an option with its default."""
+def _choices(hint: Any) -> list[str]:
+    """Return the choices of an option, or of an item of a list; [] if any value is allowed."""
+    for alternative in _alternatives(hint):
+        base = _without_bounds(alternative)
+        if typing.get_origin(base) is Literal:
+            return list(map(str, typing.get_args(base)))
+        if typing.get_origin(base) is list:
+            return _choices(typing.get_args(base)[0])
+    return []
+
+
+def _choices_are_described(hint: Any) -> bool:
+    """Return whether the description lists the choices instead of the placeholder.
+
+    argparse prints the placeholder of a list twice, `X [X ...]`, and never breaks a placeholder
+    into lines.
+    """
+    choices = _choices(hint)
+    return bool(choices) and (list in _types(hint) or len(",".join(choices)) > _MAX_CHOICES_LENGTH)
+
+
+def _description(item: dataclasses.Field, hint: Any) -> str:
+    """Return the help text of an option with its default.
+
+    Args:
+        item: Field of the option.
+        hint: Type hint of the option.
+    """
     default = item.default if item.default_factory is MISSING else item.default_factory()
     text = item.metadata.get("help", "")
+    if not item.metadata.get("metavar") and _choices_are_described(hint):
+        text += f" Choices: {', '.join(_choices(hint))}."
     if default is MISSING:
         text += "" if item.metadata.get("positional") else " (required)"
     elif default not in (None, [], {}, ""):
-        shown = str(default).lower() if isinstance(default, bool) else default
+        default_text = str(default).lower() if isinstance(default, bool) else str(default)
         if isinstance(default, (list, tuple)):
             # The form in which the command line accepts several values.
-            shown = " ".join(map(str, default))
-        text += f" (default: {shown})"
+            default_text = " ".join(map(str, default))
+        text += f" (default: {default_text})"
+    # argparse formats the text with the operator %.
     return text.replace("%", "%%")
 
 
@@ -424,12 +506,15 @@ def convert(
             raise UserError(f"unknown key {name!r}{where}.{suggestion(name, hints, known=known)}")
 
         hint = hints[name]
-        kinds = _types(hint)
-        if types.NoneType in kinds and value in ("null", "None"):
+        # The words of YAML and Python for an optional value that is not set.
+        allowed_types = _types(hint)
+        if types.NoneType in allowed_types and value in ("null", "None"):
             value = None
-        if kinds <= {list, types.NoneType} and isinstance(value, (str, int, float)):
+        # A single value stands for a list of one item.
+        if allowed_types <= {list, types.NoneType} and isinstance(value, (str, int, float)):
             value = [value]
 
+        # The command line has texts only: `strict=False` also reads numbers in them.
         try:
             values[name] = msgspec.convert(value, hint, strict=False)
         except msgspec.ValidationError:
@@ -443,11 +528,13 @@ def convert(
 
 
 def rule(hint: Any) -> str:
-    """Return what a value must be to satisfy a type hint, in words: "an integer of at least 1"."""
-    return " or ".join(_rule(kind) for kind in _alternatives(hint) if kind is not types.NoneType)
+    """Return what a value must be to satisfy a type hint, in words: "an integer, at least 1"."""
+    alternatives = [member for member in _alternatives(hint) if member is not types.NoneType]
+    return " or ".join(map(_rule, alternatives))
 
 
 def _rule(hint: Any) -> str:
+    """Return the rule of a type that is not a union, see `rule`."""
     base = _without_bounds(hint)
     if typing.get_origin(base) is Literal:
         choices = list(map(str, typing.get_args(base)))
@@ -479,6 +566,8 @@ def suggestion(
     common = COMMON_NAMES.get(plain, ())
     if isinstance(common, str):
         return f" {common}"
+
+    # The names of other libraries come first, then typing errors, then parts of a name.
     matches = [other for other in common if other in names]
     matches += difflib.get_close_matches(plain, list(names), n=1)
     matches += [other for other in names if plain in other.split("_")]
@@ -489,6 +578,11 @@ def suggestion(
 
 
 def _check_finite(name: str, value: Any, where: str) -> None:
+    """Check that no number is NaN or infinite. msgspec accepts NaN without bounds.
+
+    Raises:
+        UserError: If a number is not finite.
+    """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, float) and not math.isfinite(item):
             raise UserError(f"`{name.rstrip('_')}`{where} must be a finite number, got {item}.")
@@ -501,13 +595,13 @@ def _check_finite(name: str, value: Any, where: str) -> None:
 def _groups(options: type) -> dict[str, type[OptionGroup]]:
     """Return the groups of an options class, {field: class}."""
     hints = typing.get_type_hints(options)
-    fields = dataclasses.fields(options)
-    groups = {f.name: hints[f.name] for f in fields}
-    return {
-        name: group
-        for name, group in groups.items()
-        if isinstance(group, type) and issubclass(group, OptionGroup)
-    }
+    groups = {}
+    for item in dataclasses.fields(options):
+        # The field `trainer` is a dictionary and no group.
+        group = hints[item.name]
+        if isinstance(group, type) and issubclass(group, OptionGroup):
+            groups[item.name] = group
+    return groups
 
 
 def _hints(group: type) -> dict[str, Any]:
@@ -523,16 +617,18 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _without_bounds(hint: Any) -> Any:
+    """Return `int` for `Annotated[int, Meta(ge=1)]`, and other hints unchanged."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 
 def _metas(hint: Any) -> list[Meta]:
+    """Return the bounds of `Annotated[int, Meta(ge=1)]`, [] for other hints."""
     return [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Meta)]
 
 
 def _types(hint: Any) -> set[Any]:
     """Return the types that a hint allows: {list, NoneType} for `list[str] | None`."""
-    bases = {_without_bounds(kind) for kind in _alternatives(hint)}
+    bases = {_without_bounds(alternative) for alternative in _alternatives(hint)}
     return {typing.get_origin(base) or base for base in bases}
 
 
@@ -549,17 +645,17 @@ def _split_recipes(
     """
     recipes: list[str] = []
     words: list[str] = []
-    in_front = True
+    before_options = True
     remaining = iter(argv)
     for word in remaining:
         # A .yaml file behind an option is the value of that option.
-        in_front = in_front and not word.startswith("-")
+        before_options = before_options and not word.startswith("-")
         if config_is_recipe and word.partition("=")[0] == "--config":
             path = word.partition("=")[2] or next(remaining, "")
             if not path:
                 raise UserError("`--config` needs a recipe: --config RECIPE.yaml.")
             recipes.append(path)
-        elif in_front and word.endswith((".yaml", ".yml")):
+        elif before_options and word.endswith((".yaml", ".yml")):
             recipes.append(word)
         else:
             words.append(word)
@@ -568,9 +664,11 @@ def _split_recipes(
 
 def _read_recipe(path: str | Path) -> dict[str, Any]:
     """Read a recipe: a file, or one of the package such as recipes/contrastive.yaml."""
+    # A file of the user takes precedence over a bundled recipe of the same name.
     bundled = RECIPES.parent / path
     is_bundled = Path(path).parts[:1] == ("recipes",) and bundled.is_file()
     content = read_yaml(bundled if is_bundled and not Path(path).exists() else path)
+    # An empty file, or one of comments only, has the content None.
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -579,7 +677,11 @@ def _read_recipe(path: str | Path) -> dict[str, Any]:
 
 
 def _trainer_option_names() -> list[str]:
-    """Return the names of transformers.TrainingArguments, without importing transformers."""
+    """Return the names of transformers.TrainingArguments, without importing transformers.
+
+    The names are read from the source file: the import takes seconds, and `--help` must not fail
+    if transformers is not installed.
+    """
     try:
         spec = importlib.util.find_spec("transformers")
     except ImportError:
@@ -592,7 +694,7 @@ def _trainer_option_names() -> list[str]:
 
 
 def _wrapped(words: Sequence[str], width: int = 96) -> Iterator[str]:
-    """Yield lines of words."""
+    """Yield the words, separated by spaces, in lines of at most `width` characters."""
     line = ""
     for word in words:
         if line and len(line) + 1 + len(word) > width:
@@ -609,10 +711,12 @@ def _dashed(name: str) -> str:
 
 
 def _spelled(item: dataclasses.Field) -> str:
+    """Return an option as messages and the usage name it: SOURCE if positional, else --source."""
     return item.name.upper() if item.metadata.get("positional") else _dashed(item.name)
 
 
-# Names of other libraries, and the options that they may stand for here, or an answer.
+# Names in other libraries and in earlier releases, with the options that they may stand for or with
+# an answer. The first of the options that the command has is suggested.
 COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
     "batch_size": ("micro_batch_size", "per_device_train_batch_size", "batch_tokens"),
     "train_batch_size": ("micro_batch_size", "per_device_train_batch_size"),

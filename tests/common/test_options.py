@@ -21,6 +21,9 @@ class DataOptions(OptionGroup):
     columns: list[str] = option(default_factory=lambda: ["text"], help="Columns to read.")
     weights: dict[str, float] = option(default_factory=dict, help="Sampling weight per source.")
     for_: str | None = option(None, "Purpose of the data.")
+    languages: list[Literal["en", "de"]] = option(
+        default_factory=lambda: ["en"], help="Languages of the texts."
+    )
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,20 @@ class BatchOptions(OptionGroup):
 class ExampleOptions:
     data: DataOptions
     batch: BatchOptions = BatchOptions()
+
+
+@dataclass(frozen=True)
+class HeadOptions(OptionGroup):
+    title = "Head"
+
+    head: Literal[
+        "sequence-classification", "token-classification", "question-answering", "multiple-choice"
+    ] = option("multiple-choice", "Type of the head.")
+
+
+@dataclass(frozen=True)
+class HeadParserOptions:
+    head: HeadOptions = HeadOptions()
 
 
 @dataclass(frozen=True)
@@ -194,8 +211,35 @@ def test_help_has_titles_types_choices_and_defaults():
         "--columns TEXT [TEXT ...] Columns to read. (default: text)",
         "--weights MAPPING",
         "--for TEXT",
+        # Choices of a list are printed once: argparse repeats the placeholder.
+        "--languages NAME [NAME ...] Languages of the texts. Choices: en, de. (default: en)",
     ):
         assert part in text, text
+
+
+def test_long_choices_are_described_and_not_a_placeholder():
+    text = OptionParser("neobert head", "Choose a head.", HeadParserOptions).help()
+    choices = "sequence-classification, token-classification, question-answering, multiple-choice"
+    assert f"--head NAME Type of the head. Choices: {choices}. (default:" in " ".join(text.split())
+    # Names are not broken at their hyphens.
+    assert not any(line.endswith("-") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "hint, rule",
+    [
+        (Literal["auto"], "auto"),
+        (Literal["auto"] | bool, "auto or true or false"),
+        (Literal["auto"] | Annotated[int, Meta(ge=1)] | None, "auto or an integer, at least 1"),
+        (Literal["mean", "cls"], "one of mean, cls"),
+        (list[Literal["mean"]], "a list whose items are mean"),
+        (list[Literal["mean", "cls"]], "a list whose items are one of mean, cls"),
+        (Annotated[float, Meta(gt=0, lt=1)], "a number, greater than 0 and less than 1"),
+        (dict[str, float], "a mapping"),
+    ],
+)
+def test_rules_of_types(hint, rule):
+    assert options.rule(hint) == rule
 
 
 def test_help_describes_common_options_of_trainer_and_lists_the_others():
