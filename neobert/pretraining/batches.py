@@ -27,6 +27,7 @@ def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """
     first = tokenizer.cls_token_id
     last = tokenizer.sep_token_id
+    # Tokenizers of the GPT and Llama families have BOS and EOS instead of [CLS] and [SEP].
     if first is None:
         first = tokenizer.bos_token_id
     if last is None:
@@ -65,10 +66,12 @@ class TokenWindows:
     ) -> None:
         self.texts = texts
         self.boundaries = boundaries
+        # Two positions of each window are taken by the boundary tokens.
         self.body_length = spec.sequence_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends: np.ndarray | None = None
         if spec.long_texts == "split":
+            # Windows have no overlap. The division is rounded up, for a shorter last window.
             window_counts = np.maximum(1, -(-(texts.lengths - 2) // self.body_length))
             self.ends = np.cumsum(window_counts, dtype=np.int64)
 
@@ -86,6 +89,7 @@ class TokenWindows:
         Args:
             ids: Numbers of windows, (N,).
         """
+        # `texts.lengths` includes two special tokens, as does each window of a split text.
         texts, starts = self._locate(ids)
         return np.minimum(self.texts.lengths[texts] - starts, self.body_length + 2)
 
@@ -112,6 +116,8 @@ class TokenWindows:
         """Return the text of each window and the position of its first token in the text, (N,)."""
         if self.ends is None:
             return ids, np.zeros(len(ids), dtype=np.int64)
+        # `ends` is ascending, so that a binary search finds the text of a window without a table
+        # with one entry per window.
         texts = np.searchsorted(self.ends, ids, side="right")
         windows_before = np.where(texts > 0, self.ends[texts - 1], 0)
         return texts, (ids - windows_before) * self.body_length
@@ -151,12 +157,15 @@ class MicroBatches(torch.utils.data.Dataset):
         self.spec = spec
         self.seed = seed
         self.tokens = int(windows.lengths(np.arange(len(windows))).sum())
+        # Each part of the mixture shuffles its texts separately.
         self.plans = [
             Plan(windows, spec, seed, number, whole=count is None)
             for number in range(len(spec.parts))
         ]
         self.count = self.plans[0].batches_of(0) if count is None else count
 
+        # Sample the part of each micro-batch in advance: micro-batch i of the run is then the batch
+        # `rank[i]` of the part `source[i]`, without iterating over earlier ones.
         self.source: np.ndarray | None = None
         self.rank: np.ndarray | None = None
         if len(self.plans) > 1:
@@ -207,8 +216,12 @@ def masked_batch(
     """
     batch: dict[str, Any]
     if spec.layout == "packed":
+        # Without a kernel for sequences of different lengths, attention is computed per group of
+        # adjacent sequences of equal length.
         batch = pack(sorted(texts, key=len))
     else:
+        # The tokens form complete rows. Only the last row of a validation set is shorter, in a
+        # batch of its own.
         row_length = min(len(texts[0]), spec.sequence_length)
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, row_length)}
 
@@ -219,6 +232,8 @@ def masked_batch(
 
 def batch_generator(seed: int, number: int) -> torch.Generator:
     """Return the random number generator of a micro-batch."""
+    # SeedSequence mixes both numbers, so that neighboring micro-batches have independent masks. The
+    # shift keeps the seed within the signed 64-bit integers.
     state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> 1))
 

@@ -13,7 +13,7 @@ from ..common.errors import UserError
 
 
 class TokenMasking:
-    """Selects the tokens to predict, and masks them.
+    """Random selection and masking of the tokens to predict.
 
     Special tokens are never selected, and are never used as random tokens.
 
@@ -38,6 +38,7 @@ class TokenMasking:
         random_replace_prob: float = 0.0,
         schedule: Sequence[float] | None = None,
     ) -> None:
+        # A constant fraction is a schedule with equal ends.
         self.schedule = tuple((mlm_probability, mlm_probability) if schedule is None else schedule)
         if len(self.schedule) != 2:
             raise UserError(
@@ -58,6 +59,8 @@ class TokenMasking:
         self.mask_replace_prob = mask_replace_prob
         self.random_replace_prob = random_replace_prob
         self.mask_token_id = tokenizer.mask_token_id
+
+        # Lookup table of the tokens that may be selected, (vocabulary size,).
         self.is_ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
         self.is_ordinary[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = False
         self.ordinary_ids = self.is_ordinary.nonzero().squeeze(-1)
@@ -77,6 +80,8 @@ class TokenMasking:
             -100 elsewhere. At least one token is predicted if the batch contains a token that is
             not a special token.
         """
+        # Each token is selected independently, so the number of predicted tokens varies between
+        # batches.
         start, end = self.schedule
         probability = start + (end - start) * progress
         maskable = self.is_ordinary[input_ids]
@@ -88,6 +93,7 @@ class TokenMasking:
             selected.view(-1)[positions[sample]] = True
 
         labels = torch.where(selected, input_ids, -100)
+        # With the masking of the paper, no further random numbers are needed.
         if self.mask_replace_prob == 1:
             return torch.where(selected, self.mask_token_id, input_ids), labels
 

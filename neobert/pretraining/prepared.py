@@ -49,6 +49,7 @@ class TokenizedTexts:
     @classmethod
     def from_dataset(cls, rows: Dataset) -> "TokenizedTexts":
         """Return the texts of a dataset with the column input_ids."""
+        # The lengths come from the offsets of the Arrow column, so that no text is read.
         lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids"))
         return cls(rows, lengths.to_numpy() + np.int32(2))
 
@@ -82,6 +83,7 @@ def prepare_dataset(
         UserError: If the directory contains a dataset of another source or other files, another
             process is preparing it, or no row contains text.
     """
+    # A prepared dataset is reused if its source and tokenizer are those of the run.
     path = Path(path)
     key = redacted(_dataset_key(sources, tokenizer))
     if (path / "prepared.json").is_file():
@@ -93,6 +95,8 @@ def prepare_dataset(
         remove_leftover(path)
         return summary
 
+    # Two bytes per token suffice for vocabularies of up to 65,536 tokens, and halve the size of the
+    # file.
     id_type = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
     schema = pyarrow.schema({"input_ids": pyarrow.list_(id_type)})
     row_count = 0
@@ -108,6 +112,7 @@ def prepare_dataset(
         pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
     ):
         for batch in load_rows(sources).iter(ROWS_AT_ONCE):
+            # Empty texts, and texts without a token, are omitted.
             ids = [row for row in token_ids(tokenizer, filter(None, batch["text"])) if row]
             column = pyarrow.array(ids, schema.types[0])
             writer.write(pyarrow.record_batch([column], schema=schema))
@@ -122,6 +127,8 @@ def prepare_dataset(
                 f"none of the {row_count} rows of the dataset {key['dataset']} contains text in "
                 f"the column {sources[0].column!r}. Name the column with `--column`."
             )
+
+        # prepared.json is the last file. `tokens` includes the two special tokens of each text.
         summary = {
             **key,
             "rows": row_count,
@@ -143,6 +150,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[
     texts = list(texts)
     if not texts:
         return []
+
+    # `verbose=False` disables the warning about texts beyond the context length.
     return tokenizer(
         texts,
         add_special_tokens=False,
