@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 # Precisions of embeddings, as in sentence-transformers.
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
-# Texts that are tokenized at once.
+# Number of texts per call of the tokenizer, which bounds the memory of its encodings.
 _TOKENIZER_BATCH = 1024
 
 
 class NotFinite(UserError):
-    """Embedding with infinite or NaN values; `index` is that of the text."""
+    """Error for an embedding with infinite or NaN values; `index` is the index of its text."""
 
     def __init__(self, index: int, dtype: str) -> None:
         super().__init__(
@@ -96,6 +96,7 @@ def load_sentence_transformer(
                 trust_remote_code=trust_remote_code,
             )
         else:
+            # SentenceTransformer(model) would always add mean pooling.
             transformer = modules.Transformer(
                 model,
                 model_kwargs={**model_kwargs, "trust_remote_code": trust_remote_code},
@@ -118,12 +119,15 @@ def load_sentence_transformer(
 def _load(
     model: str, device: torch.device, dtype: torch.dtype, settings: Mapping[str, Any]
 ) -> "SentenceTransformer":
-    """Load a SentenceTransformer, also in int8, whose other layers are in bfloat16 with AMX.
+    """Load a SentenceTransformer in any precision, including int8.
 
-    No measurement decides this, because all processes on a machine must get the same bits.
+    In int8, the layers that are not quantized are in bfloat16 on a processor with AMX, and in
+    float32 elsewhere. A measurement could differ between the processes of a machine, which must
+    compute the same bits.
     """
     if dtype != torch.int8:
         return load_sentence_transformer(model, device, dtype, **settings)
+    # Weights are quantized from float32, because bfloat16 would round them twice.
     encoder = load_sentence_transformer(model, device, torch.float32, **settings)
     quantize_int8(encoder)
     return encoder.to(torch.bfloat16) if "AMX-BF16" in processor_units() else encoder
@@ -132,11 +136,13 @@ def _load(
 def _packaged_tokenizer(folder: Path) -> str | None:
     """Return the packaged tokenizer for a NeoBERT directory without one, None in other cases."""
     names = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    # A model on the Hub has its own tokenizer, and so has a directory with one of these files.
     if not folder.exists() or any((folder / name).is_file() for name in names):
         return None
 
     from transformers import AutoConfig
 
+    # Ids of the packaged tokenizer, which has 30,522 tokens, are wrong for any other vocabulary.
     config = AutoConfig.from_pretrained(folder)
     if config.model_type != "neobert" or config.vocab_size != 30522 or not TOKENIZER.exists():
         raise UserError(f"{folder} has no tokenizer. Name one with `--tokenizer`.")
@@ -154,7 +160,7 @@ class PackedEncoder:
     on padded batches of texts of similar length; the token budget then includes padding.
 
     Args:
-        model: Directory, Hub name, or a SentenceTransformer.
+        model: Directory, Hub name, or SentenceTransformer.
         dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
             and in float32 an embedding does not depend on the other texts of the batch.
         device: Device of the model; by default CUDA if it is available.
@@ -163,7 +169,7 @@ class PackedEncoder:
         settings: Further arguments of `load_sentence_transformer`.
 
     Attributes:
-        sentence_transformer: The SentenceTransformer that runs.
+        sentence_transformer: SentenceTransformer that computes the embeddings.
         device: Device of the model.
         dtype: Precision of the weights.
         batch_tokens: Maximum number of tokens per batch.
@@ -193,17 +199,21 @@ class PackedEncoder:
     ) -> None:
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
-            # Check the model before the processor is timed for its dtype.
+            # A missing model is reported before "auto" measures the speed of the dtypes.
             check_model(str(model))
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         self.sentence_transformer: Any = model.to(self.device).eval()
 
+        # The first module of a pipeline is the transformer, and the second is usually the pooling.
         modules: list[Any] = list(model.children())
         transformer = modules[0].auto_model
         self.dtype: torch.dtype = torch.int8 if is_int8(model) else transformer.dtype
         default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         self.batch_tokens = batch_tokens or default_tokens
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
+
+        # Packed batches are pooled by this class, which implements the mean and the first token,
+        # both including the prompt. Other poolings run in their own module on padded batches.
         self.pooling, pools_prompt = _pooling(modules)
         config = getattr(transformer, "config", None)
         self.packs = (
@@ -212,12 +222,16 @@ class PackedEncoder:
             and pools_prompt
         )
 
+        # The fast forward pass copies the weights, so later changes of the model have no effect.
         self._forward: CpuForward | None = None
         if self.packs and CpuForward.supports(transformer):
             with torch.no_grad():
                 self._forward = CpuForward(transformer)
         self._tokenizer: Any = model.tokenizer
+        # Modules after the pooling, such as Dense and Normalize, run on the pooled embeddings.
         self._rest = modules[2:]
+
+        # Modules may change the dimension. Encoding a text is the only reliable way to measure it.
         with torch.inference_mode():
             embed = self._embed_packed if self.packs else self._embed_padded
             self.embedding_dimension: int = embed(self.tokenize(["A short text."])).shape[1]
@@ -293,6 +307,7 @@ class PackedEncoder:
             >>> encoder.encode(["an eagle", "a violin"], precision="binary").shape
             (2, 48)
         """
+        # An empty prompt is a prompt, too: it disables the default prompt of the model.
         if prompt is None:
             name = prompt_name or self.sentence_transformer.default_prompt_name
             prompt = self.prompt(name)
@@ -305,6 +320,7 @@ class PackedEncoder:
         batch = [texts] if isinstance(texts, str) else list(texts)
         with tqdm(total=len(batch), desc="texts", disable=not show_progress_bar) as bar:
             embeddings = self.embed(self.tokenize(batch, prompt), bar.update, prompt)
+
         # As in sentence-transformers: truncated first, then normalized, then quantized.
         embeddings = embeddings[:, :truncate_dim]
         if normalize_embeddings:
@@ -353,9 +369,9 @@ class PackedEncoder:
         precision: Precision = "float32",
         show_progress_bar: bool = False,
     ) -> np.ndarray:
-        """Return the embeddings of documents: `encode` with the prompt of documents, if any.
+        """Return the embeddings of documents: `encode` with the document prompt, if any.
 
-        This is the first of the prompts "document", "passage" and "corpus" that the model has.
+        The document prompt is the first of "document", "passage" and "corpus" that the model has.
 
         Example:
             >>> from neobert import PackedEncoder
@@ -376,14 +392,14 @@ class PackedEncoder:
     def similarity(
         self, embeddings1: np.ndarray | torch.Tensor, embeddings2: np.ndarray | torch.Tensor
     ) -> torch.Tensor:
-        """Return the similarity of all pairs of embeddings, by the similarity of the model.
+        """Return the similarities of all pairs of embeddings, by the function of the model.
 
         Args:
             embeddings1: (N, D) or (D,) embeddings.
             embeddings2: (M, D) or (D,) embeddings.
 
         Returns:
-            (N, M) similarities; cosine similarity unless the model defines another one.
+            (N, M) similarities; cosine similarities unless the model has another function.
 
         Example:
             >>> from neobert import PackedEncoder
@@ -421,6 +437,7 @@ class PackedEncoder:
             encoding = self._tokenizer(
                 batch, truncation=True, max_length=self.max_length, return_attention_mask=False
             )
+            # Arrays take a fraction of the memory of lists of Python integers.
             tokens.extend(np.asarray(row, dtype=np.int32) for row in encoding["input_ids"])
             if lengths is not None:
                 lengths += self._full_lengths(batch, encoding)
@@ -428,8 +445,11 @@ class PackedEncoder:
 
     def _full_lengths(self, batch: list[str], encoding: Any) -> list[int]:
         """Return the lengths of texts before truncation; `encoding` is the truncated one."""
-        if encoding.encodings is None:  # The tokenizer is written in Python.
+        # Tokenizers written in Python do not return the truncated tokens, so they run again.
+        if encoding.encodings is None:
             return list(map(len, self._tokenizer(batch, verbose=False)["input_ids"]))
+
+        # Rust tokenizers return the rest of a text in chunks, each with special tokens of its own.
         return [
             len(text.ids)
             + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing)
@@ -444,20 +464,7 @@ class PackedEncoder:
         Args:
             lengths: Sequence length of each text.
         """
-        batch: list[int] = []
-        total = 0
-        for index in np.argsort(lengths, kind="stable"):
-            length = int(lengths[index])
-            # In a padded batch every text costs the tokens of the longest, which is the last one.
-            cost = total + length if self.packs else (len(batch) + 1) * length
-            if batch and cost > self.batch_tokens:
-                yield np.array(batch)
-                batch = []
-                total = 0
-            batch.append(index)
-            total += length
-        if batch:
-            yield np.array(batch)
+        return token_batches(lengths, self.batch_tokens, is_padded=not self.packs)
 
     @torch.inference_mode()
     def embed(
@@ -477,19 +484,22 @@ class PackedEncoder:
             NotFinite: If a value is too large for the dtype: float16 ends at 65,504.
         """
         output = torch.empty(len(tokens), self.embedding_dimension, device=self.device)
+        # Only poolings that exclude the prompt need its length, and they never run packed.
         prompt_length = 0 if self.packs else self._prompt_length(prompt)
+
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
             if self.packs:
                 embeddings = self._embed_packed(batch)
             else:
                 embeddings = self._embed_padded(batch, prompt_length)
-            # Batches are sorted by length; the embeddings return to the order of the texts.
+
+            # Batches are sorted by length. The index restores the order of the texts.
             output[torch.from_numpy(index).to(self.device)] = embeddings.float()
             if progress is not None:
                 progress(len(index))
 
-        # One check at the end: a check per batch would wait for the GPU each time.
+        # A check in every batch would wait for the GPU each time.
         finite = output.isfinite().all(dim=1)
         if not finite.all():
             raise NotFinite(int((~finite).nonzero()[0]), self.dtype_name)
@@ -497,12 +507,14 @@ class PackedEncoder:
 
     def _embed_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Return the embeddings of one packed batch, (N, D)."""
+        # The fast pass of the CPU takes precedence over the forward of the model.
         hidden = run_if_known(self._forward, batch)
         if hidden is None:
             pooled = self._pool_packed(batch)
         else:
             pooled = pool_texts(hidden, [len(ids) for ids in batch], self.pooling)
 
+        # The modules of sentence-transformers pass a dictionary of features to one another.
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)
@@ -510,11 +522,13 @@ class PackedEncoder:
 
     def _pool_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Run the model on one packed batch and return the pooled hidden states, (N, D)."""
+        # The unused tokens are a sequence of their own, so that no text attends to them.
         total = sum(map(len, batch))
         filler = self._filler(total)
         packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
 
+        # The bounds of the texts do not include that of the unused sequence.
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         if self.pooling == "cls":
             return hidden[0, bounds[:-1].long()]
@@ -527,19 +541,21 @@ class PackedEncoder:
         have a multiple of 64. In float32 the last rows of a product are summed in another order
         than those before them, so all tokens must be in complete groups of 16.
         """
-        # int8 layers fill their own products.
+        # int8 layers pad the rows of their products themselves.
         if self.device.type != "cpu" or self.dtype == torch.int8:
             return 0
         step = 16 if self.dtype == torch.float32 else 64 if total >= 1024 else 1
         return -total % step
 
     def _prompt_length(self, prompt: str) -> int:
-        """Return the number of tokens of the prompt at the start of a text.
+        """Return the number of tokens that the prompt adds to the start of a text.
 
-        As in SentenceTransformer, these are the tokens of the prompt alone without its last [SEP].
+        As in SentenceTransformer, the prompt is tokenized alone, and its last [SEP] is not counted.
         """
         if not prompt:
             return 0
+
+        # Some tokenizers end no sequence with a special token.
         ids = self._tokenizer(prompt, truncation=True, max_length=self.max_length)["input_ids"]
         if ids[-1] in self._tokenizer.all_special_ids:
             ids = ids[:-1]
@@ -547,6 +563,7 @@ class PackedEncoder:
 
     def _embed_padded(self, batch: Sequence[np.ndarray], prompt_length: int = 0) -> torch.Tensor:
         """Return the embeddings of one padded batch, (N, D)."""
+        # `pad` also returns the attention mask, which the modules need.
         padded = self._tokenizer.pad(
             {"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt"
         )
@@ -557,10 +574,36 @@ class PackedEncoder:
         return self.sentence_transformer(features)["sentence_embedding"]
 
 
+def token_batches(
+    lengths: Sequence[int] | np.ndarray, batch_tokens: int, is_padded: bool
+) -> Iterator[np.ndarray]:
+    """Yield index arrays that cover all sequences, shortest first.
+
+    Args:
+        lengths: Length of each sequence in tokens.
+        batch_tokens: Maximum number of tokens per batch. A longer sequence is a batch of its own.
+        is_padded: Whether padding counts toward the number of tokens.
+    """
+    batch: list[int] = []
+    total = 0
+    for index in np.argsort(lengths, kind="stable"):
+        length = int(lengths[index])
+        # Sequences are sorted, so this one would be the longest of a batch that is padded to it.
+        cost = (len(batch) + 1) * length if is_padded else total + length
+        if batch and cost > batch_tokens:
+            yield np.array(batch)
+            batch = []
+            total = 0
+        batch.append(index)
+        total += length
+    if batch:
+        yield np.array(batch)
+
+
 def quantize_embeddings(
     embeddings: np.ndarray, precision: Precision, ranges: np.ndarray | None = None
 ) -> np.ndarray:
-    """Quantize embeddings with `quantize_embeddings` of any version of sentence-transformers.
+    """Quantize embeddings with the function of sentence-transformers, in any of its versions.
 
     Args:
         embeddings: (N, D) float32.
@@ -568,18 +611,19 @@ def quantize_embeddings(
         ranges: (2, D) minimum and maximum of each dimension for "int8" and "uint8"; by default
             those of the embeddings.
     """
+    # Versions of sentence-transformers before 5.2 have the module at the top level.
     try:
         from sentence_transformers.util import quantization
-    except ImportError:  # Versions before 5.2 have the function elsewhere.
+    except ImportError:
         from sentence_transformers import quantization  # type: ignore[attr-defined,no-redef]
 
     return np.asarray(quantization.quantize_embeddings(embeddings, precision, ranges))
 
 
 def _pooling(modules: Sequence[Any]) -> tuple[str, bool]:
-    """Return the name of a pipeline's pooling, and whether it includes the prompt.
+    """Return the name of a pipeline's pooling mode, and whether the pooling includes the prompt.
 
-    The name of a pipeline without a pooling consists of the names of its modules.
+    A pipeline without a pooling module is named after its modules.
     """
     from sentence_transformers import models  # type: ignore[attr-defined]
 
@@ -588,6 +632,7 @@ def _pooling(modules: Sequence[Any]) -> tuple[str, bool]:
         return "+".join(type(module).__name__ for module in modules), True
     mode = getattr(pooling, "pooling_mode", None)
     if mode is None:
-        # Versions before 6 have no such attribute.
+        # Versions of sentence-transformers before 6 have no such attribute.
         mode = pooling.get_pooling_mode_str()
+    # A pooling may concatenate several modes.
     return mode if isinstance(mode, str) else "+".join(mode), pooling.include_prompt

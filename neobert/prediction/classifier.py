@@ -3,7 +3,7 @@
 NeoBERT runs packed, without padding. Other models run on padded batches of texts of similar length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..common.files import read_json
 from ..common.loading import check_model, choose_device, load_tokenizer, text_limit
 from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
+from ..embeddings.packed_encoder import token_batches
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
 from ..finetuning.calibration import probabilities
@@ -295,7 +296,8 @@ class PackedClassifier:
             UserError: If a value is not finite.
         """
         outputs: list[np.ndarray] = [np.zeros(0, np.float32)] * len(batch.ids)
-        for index in self._token_batches([len(ids) for ids in batch.ids]):
+        lengths = [len(ids) for ids in batch.ids]
+        for index in token_batches(lengths, self.batch_tokens, is_padded=not self.packs):
             ids = [batch.ids[i] for i in index]
             if self.packs:
                 logits = self._packed(ids)
@@ -312,23 +314,6 @@ class PackedClassifier:
                     )
                 outputs[i] = row
         return outputs
-
-    def _token_batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of batches of at most `batch_tokens` tokens, shortest texts first."""
-        batch: list[int] = []
-        total = 0
-        for index in np.argsort(lengths, kind="stable"):
-            length = lengths[index]
-            # The texts are sorted, so that this text would be the longest of a padded batch.
-            cost = total + length if self.packs else (len(batch) + 1) * length
-            if batch and cost > self.batch_tokens:
-                yield batch
-                batch = []
-                total = 0
-            batch.append(int(index))
-            total += length
-        if batch:
-            yield batch
 
     def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
         fast_logits = run_if_known(self._forward, ids)
