@@ -1,9 +1,9 @@
 """Forward pass of NeoBERT over packed texts on a CPU, with few operators and prepacked weights.
 
-The model checks and prepares every kind of batch, which takes longer than the products of a short
-text. This pass takes lists of token ids only. In float32 and int8 the result of a text does not
-depend on the other texts of a batch: linear layers give each row the same bits, attention runs text
-by text, and everything else works on single rows.
+The model checks and prepares every type of batch, which takes longer than the matrix products of a
+short text. This forward pass takes lists of token ids only. In float32 and int8 the result of a
+text does not depend on the other texts of a batch: linear layers give each row the same bits,
+attention runs text by text, and everything else works on single rows.
 
 Shape legend: T tokens of all texts, R rows (T and unused rows), D hidden size, H heads, K head_dim,
 F inner size of the feed-forward.
@@ -28,12 +28,13 @@ from ..quantization.int8 import is_int8, normalize_and_quantize
 from ..quantization.packed_linear import PackedLinear, number_of_rows
 
 
-# Rows of an elementwise pass, and tokens of a feed-forward, that stay in the caches.
+# Maximum number of rows of an elementwise operation, and of a feed-forward. Their intermediate
+# results stay in the caches of the processor.
 _PASS_ROWS = 128
 _FFN_TOKENS = 1024
-# Rows of the head of a classifier, whose number is a multiple of this.
+# The number of rows of a classification head is a multiple of this number.
 _HEAD_ROWS = 16
-# Positions whose rotary angles are computed together.
+# Rotary angles are computed for a multiple of this number of positions.
 _POSITIONS = 512
 
 # Types of rotary positions whose angles do not depend on the length of the text.
@@ -42,7 +43,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Layout:
-    """Texts of a batch.
+    """Rotary angles and text lengths of a batch, which all blocks use.
 
     Attributes:
         angles: (R, 1, 1, K / 2) complex rotary angles.
@@ -72,6 +73,7 @@ class CpuForward:
     @staticmethod
     def supports(model: Any) -> bool:
         """Return whether this pass can replace the forward of a model."""
+        # Classes are compared by name, because remote code defines the class a second time.
         config = getattr(model, "config", None)
         if type(model).__name__ != NeoBERTModel.__name__ or config is None:
             return False
@@ -83,6 +85,7 @@ class CpuForward:
             for block in model.transformer_encoder
             for layer in (block.qkv, block.wo, block.ffn.w12, block.ffn.w3)
         )
+        # A hook would not run, because this pass does not call the modules of the model.
         return (
             is_plain
             and config.rope_parameters["rope_type"] in _FIXED_ROPE
@@ -102,9 +105,11 @@ class CpuForward:
             IndexError: If a token id is not in the vocabulary.
         """
         lengths = [len(ids) for ids in texts]
-        # The angles are kept, because most calls need no longer ones.
+        # The cached angles are computed again only for a text that is longer than any before.
         if max(lengths) > len(self.angles):
             self.angles = self._rotary_angles(max(lengths))
+
+        # Every text starts at position 0, so the angles of the first positions repeat.
         total = sum(lengths)
         unused = number_of_rows(total) - total
 
@@ -113,12 +118,15 @@ class CpuForward:
         angles = self.angles[: lengths[0]]
         if len(texts) > 1:
             angles = torch.cat([self.angles[:length] for length in lengths])
-        # Rows without a token, for a number of rows whose products do not depend on the batch.
+
+        # oneDNN builds a kernel for every number of rows, so unused rows round the number up. Their
+        # angles may have any value.
         if unused:
             hidden = F.pad(hidden, (0, 0, 0, unused))
             angles = torch.cat([angles, self.angles[:1].expand(unused, -1, -1, -1)])
 
-        # Neighbors of the same length share one call of the attention.
+        # Neighboring texts of the same length run in one call of the attention. `token_batches`
+        # sorts texts by length, so there are few groups.
         groups = [(len(list(group)), length) for length, group in groupby(lengths)]
         layout = Layout(angles, groups)
         for block in self.blocks:
@@ -127,6 +135,7 @@ class CpuForward:
 
     def _rotary_angles(self, positions: int) -> torch.Tensor:
         """Return the complex angles of at least this number of positions, (N, 1, 1, K / 2)."""
+        # Rounding up avoids a computation for every new maximum length.
         positions = -(-positions // _POSITIONS) * _POSITIONS
         embeddings = rotary_embeddings(self.config, torch.arange(positions)[None], positions)
         assert embeddings is not None
@@ -148,7 +157,7 @@ class CpuClassifier:
 
     @classmethod
     def for_model(cls, model: Any) -> "CpuClassifier | None":
-        """Return the pass of a model, or None if it cannot replace the model's forward."""
+        """Return the forward pass of a model, or None if the model is not supported."""
         is_supported = (
             type(model).__name__ == NeoBERTForSequenceClassification.__name__
             and CpuForward.supports(model.model)
@@ -169,6 +178,7 @@ class CpuClassifier:
             IndexError: If a token id is not in the vocabulary.
         """
         pooled = pool_texts(self.forward(texts), [len(ids) for ids in texts], self.pooling)
+
         # The last rows of a float32 product are summed in another order than those before them.
         # With complete groups of 16 rows, logits do not depend on the batch.
         pooled = F.pad(pooled, (0, 0, 0, -len(texts) % _HEAD_ROWS))
@@ -178,7 +188,8 @@ class CpuClassifier:
 class FloatBlock:
     """`NeoBERTBlock` in float32 or bfloat16.
 
-    In float32 the weights of the norms are part of the linear layers after them.
+    In float32, the weights of the norms are folded into the linear layers that follow them. In
+    bfloat16, the product of two weights would be rounded.
 
     Args:
         block: `NeoBERTBlock`.
@@ -189,6 +200,7 @@ class FloatBlock:
         self.head_dim: int = block.wo.weight.shape[0] // self.heads
         self.norms = (block.attention_norm, block.ffn_norm)
         self.is_folded = block.qkv.weight.dtype == torch.float32
+        # Both norms of a block have the same size and epsilon.
         self.smallest = smallest_norm(block.attention_norm)
         self.qkv = PackedLinear(self._fold(block.qkv.weight, block.attention_norm))
         self.wo = PackedLinear(block.wo.weight)
@@ -197,10 +209,12 @@ class FloatBlock:
 
     def __call__(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the hidden states after this block, (R, D)."""
+        # The weight interleaves query, key and value per head.
         qkv = self.qkv(self._norm(hidden, 0)).view(-1, self.heads, 3, self.head_dim)
         rotate(qkv, layout.angles)
         hidden = self.wo.add_to(hidden, attend(qkv, layout.groups))
 
+        # The feed-forward has the largest inner states, so it runs on a chunk of rows at a time.
         outputs = []
         for rows in pieces(hidden, _FFN_TOKENS):
             gate, value = self.up(self._norm(rows, 1)).chunk(2, 1)
@@ -208,10 +222,11 @@ class FloatBlock:
         return join(outputs)
 
     def _fold(self, weight: torch.Tensor, norm: Any) -> torch.Tensor:
+        """Return a linear weight times the weight of the norm and sqrt(D), if norms are folded."""
         return weight * (norm.weight * weight.shape[1] ** 0.5) if self.is_folded else weight
 
     def _norm(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the normalized hidden states, without factors that are part of a weight."""
+        """Return the normalized hidden states, without the factors that `_fold` has folded."""
         if not self.is_folded:
             return rms_norm(hidden, self.norms[index])
         # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps))
@@ -242,11 +257,15 @@ class Int8Block:
         """Return the hidden states after this block, (R, D)."""
         codes, scales = normalize_and_quantize(hidden, self.norms[0], self.smallest)
         qkv = self.qkv.product(codes, hidden.dtype).view(-1, self.heads, 3, self.head_dim)
+
+        # The product lacks the scale of each row. A rotation is linear, so the angles apply the
+        # scale to queries and keys at no cost, and only the values need a multiplication.
         scales = scales[..., None, None]
         rotate(qkv, layout.angles * scales)
         qkv[:, :, 2].mul_(scales[..., 0])
         hidden = self.wo.from_rows(attend(qkv, layout.groups)).add_(hidden)
 
+        # The first layer of the feed-forward takes codes and scales, so nothing is quantized twice.
         codes, scales = normalize_and_quantize(hidden, self.norms[1], self.smallest)
         return self.ffn.from_codes(codes, scales, hidden.dtype).add_(hidden)
 
@@ -258,10 +277,10 @@ class Int8Block:
 def run_if_known(
     forward: CpuForward | CpuClassifier | None, texts: Sequence[np.ndarray]
 ) -> torch.Tensor | None:
-    """Return the output of a fast pass, or None if the model itself must run.
+    """Return the output of a fast forward pass, or None if the model itself must run.
 
-    It must if there is no fast pass, or if a token id is not in the vocabulary: the model refuses
-    such an id with a message.
+    The model must run if there is no fast forward pass, and if a token id is not in the vocabulary,
+    which the model reports with a helpful error.
     """
     if forward is None:
         return None
@@ -274,7 +293,7 @@ def run_if_known(
 def pool_texts(hidden: torch.Tensor, lengths: Sequence[int], pooling: str) -> torch.Tensor:
     """Return the pooled hidden states of each text, (N, D).
 
-    Each text is summed on its own, so that its bits do not depend on the batch.
+    Each text is summed separately, so its bits do not depend on the batch.
 
     Args:
         hidden: Hidden states of all texts, one after another, (T, D).
@@ -284,6 +303,7 @@ def pool_texts(hidden: torch.Tensor, lengths: Sequence[int], pooling: str) -> to
     texts = hidden.split(list(lengths))
     if pooling == "cls":
         return torch.stack([text[0] for text in texts])
+    # A sum of many values in bfloat16 would lose the small ones.
     means = [text.sum(0, dtype=torch.float32) / text.shape[0] for text in texts]
     return torch.stack(means).to(hidden.dtype)
 
@@ -294,7 +314,7 @@ def smallest_norm(norm: Any) -> torch.Tensor:
 
 
 def rms_norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return the RMSNorm of rows, computed in float32."""
+    """Return the RMSNorm of rows, computed in float32 as in the model."""
     weight = norm.weight.float()
     outputs = [
         F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(hidden.dtype)
@@ -310,9 +330,12 @@ def rotate(qkv: torch.Tensor, angles: torch.Tensor) -> None:
         qkv: (R, H, 3, K).
         angles: (R, 1, 1, K / 2) complex.
     """
+    # Neighboring values of a head are the real and the imaginary part of a complex number. `view`
+    # shares the memory of `qkv`, which the multiplication writes to.
     rows, heads, _, head_dim = qkv.shape
     query_key = qkv[:, :, :2].view(rows, heads, 2, head_dim // 2, 2)
     for pairs, turns in zip(pieces(query_key, _PASS_ROWS), pieces(angles, _PASS_ROWS)):
+        # `float` returns float32 itself, and a copy of bfloat16, which must be written back.
         values = pairs.float()
         torch.view_as_complex(values).mul_(turns)
         if values.dtype != pairs.dtype:
@@ -337,16 +360,17 @@ def attend(qkv: torch.Tensor, groups: Sequence[tuple[int, int]]) -> torch.Tensor
         output = F.scaled_dot_product_attention(query, key, value)
         outputs.append(output.transpose(1, 2).reshape(count * length, heads * head_dim))
         start = stop
+    # The unused rows belong to no text.
     if start < rows:
         outputs.append(qkv.new_zeros(rows - start, heads * head_dim))
     return join(outputs)
 
 
 def pieces(x: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
-    """Return pieces of at most this number of rows."""
+    """Return `x` in chunks of at most `rows` rows; a single chunk needs no operator."""
     return (x,) if x.shape[0] <= rows else x.split(rows)
 
 
 def join(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the concatenation of pieces."""
+    """Return the concatenation of chunks; a single chunk is not copied."""
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

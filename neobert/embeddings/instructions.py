@@ -1,7 +1,7 @@
-"""Instructions before a query: their format, and files with one per dataset or task.
+"""Instructions before a query: their format, and files with one instruction per dataset or task.
 
-The instructions of the paper's authors are in tables 6 to 8 of arXiv 2502.19587. Write them to such
-a file to use exactly these.
+The instructions of the paper are in tables 6 to 8 of arXiv 2502.19587. To use them, copy them to
+such a file.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,12 @@ def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
     """Read {name: instruction} from a .json or .yaml file.
 
     Args:
-        path: File.
+        path: Path of the file; any suffix but .json is read as YAML.
         known: Names that the file may contain.
 
     Raises:
-        UserError: If there is no such file, if it does not map names to texts, or if it contains an
-            unknown name.
+        UserError: If the file does not exist, does not map names to texts, or contains an unknown
+            name.
     """
     if not Path(path).is_file():
         raise UserError(
@@ -46,13 +46,14 @@ def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
 
 
 def format_instruction(template: str, instruction: str) -> str:
-    """Return the text before a query, "" without an instruction."""
+    """Return the prompt for an instruction, "" for an empty instruction."""
     instruction = instruction.strip()
     return template.format(instruction=instruction) if instruction else ""
 
 
 def check_template(template: str) -> None:
     """Raise UserError unless a template contains `{instruction}` and no other braces."""
+    # A template without the field is unchanged by `format`. Other braces raise an error.
     try:
         if template.format(instruction="x") != template:
             return

@@ -17,7 +17,7 @@ BATCH_TOKENS_HELP = (
 
 @dataclass(frozen=True)
 class EncoderOptions(OptionGroup):
-    """Options of loading an encoder."""
+    """Options for loading an encoder."""
 
     title = "Encoder"
 
@@ -43,4 +43,5 @@ class EncoderOptions(OptionGroup):
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `load_sentence_transformer`."""
+        # Fields of subclasses are options of their command and not arguments of this function.
         return {item.name: getattr(self, item.name) for item in fields(EncoderOptions)}

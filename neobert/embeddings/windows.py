@@ -1,4 +1,4 @@
-"""Windows of long texts, each with an embedding of its own."""
+"""Windows of long texts: each window is a sequence of the model with its own embedding."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from .packed_encoder import PackedEncoder
 
 
-# Default window size in tokens, and maximum number of characters that are tokenized at once.
+# Default window size in tokens.
 _WINDOW = 256
+# Maximum number of characters per call of the tokenizer. Offsets take much more memory than text.
 _CHARACTERS = 1_000_000
 
 
 class Windows(NamedTuple):
-    """N windows of texts as input of the model.
+    """N windows of texts as input sequences of the model.
 
     Attributes:
         tokens: N int32 arrays, the sequences of the model.
@@ -44,7 +45,7 @@ class WindowSettings:
 
     Attributes:
         window: Maximum number of tokens of the text, without the prompt, [CLS] and [SEP].
-        overlap: Maximum number of tokens that neighboring windows share.
+        overlap: Maximum number of tokens in both of two neighboring windows.
     """
 
     window: int
@@ -81,7 +82,18 @@ class WindowSettings:
         window: int | None = None,
         overlap: int | None = None,
     ) -> "WindowSettings":
-        """Return the settings for a tokenizer and the length of its model, see `for_encoder`."""
+        """Return the settings for a tokenizer and the length of its model, see `for_encoder`.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+            max_length: Maximum sequence length of the model in tokens.
+            prompt: Text before each window.
+            window: Window size; by default 256, or the limit of the model if it is lower.
+            overlap: Overlap; by default one eighth of the window.
+
+        Raises:
+            UserError: If the model cannot encode such windows.
+        """
         if not tokenizer.is_fast:
             raise UserError(
                 "windows require a tokenizer with character offsets (a tokenizer.json), got a "
@@ -89,7 +101,8 @@ class WindowSettings:
             )
         if max_length is None:
             raise UserError("the model has no maximum length. Set it with `--max-length`.")
-        # An empty text shows how many tokens the prompt and the special tokens take.
+
+        # The tokens of an empty text are those of the prompt and the special tokens.
         before, _, after = next(_parts(tokenizer, prompt, [""]))
         room = max_length - len(before) - len(after)
         if (window or 1) > room:
@@ -114,7 +127,7 @@ def tokenize_windows(
 ) -> Windows:
     """Return the windows of texts, which contain every token.
 
-    Each window has the prompt and the special tokens, like a text of its own.
+    Each window has the prompt and the special tokens, like a separate text.
 
     Args:
         encoder: Encoder.
@@ -140,6 +153,9 @@ def text_windows(
 ) -> Windows:
     """Return the windows of texts for a tokenizer, see `tokenize_windows`.
 
+    A text is tokenized once and its tokens are divided. Tokenizing each window would give other
+    tokens at the ends of windows that divide a word.
+
     Args:
         tokenizer: Tokenizer with character offsets.
         max_length: Maximum number of tokens of a window with its prompt and special tokens.
@@ -157,10 +173,13 @@ def text_windows(
     for start, batch in _batches(texts):
         for row, (text, parts) in enumerate(zip(batch, _parts(tokenizer, prompt, batch)), start):
             before, (ids, offsets), after = parts
-            # The prompt and the special tokens are repeated in every window.
+
+            # The prompt and the special tokens are repeated in every window. The prompt may have
+            # another number of tokens than before an empty text, so the limit is checked again.
             room = max(1, max_length - len(before) - len(after))
             window = min(settings.window, room)
             overlap = min(settings.overlap, window - 1)
+
             for span in spans(text, offsets, window, overlap):
                 tokens.append(np.concatenate([before, ids[span.first : span.stop], after]))
                 rows.append(row)
@@ -169,6 +188,7 @@ def text_windows(
                     # Tokens that are not of the text have the empty span (0, 0).
                     padding = ((len(before), len(after)), (0, 0))
                     window_offsets.append(np.pad(offsets[span.first : span.stop], padding))
+            # The length counts the prompt and the special tokens once, as in a single sequence.
             if lengths is not None:
                 lengths.append(len(before) + len(ids) + len(after))
 
@@ -184,6 +204,7 @@ def text_windows(
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
     """Yield (index of the first text, texts) of groups that are tokenized together."""
+    # A text that is longer than `_CHARACTERS` is a group of its own.
     start = 0
     size = 0
     for number, text in enumerate(texts):
@@ -199,10 +220,13 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
 def _parts(
     tokenizer: Any, prompt: str, texts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """Yield the tokens before each text, (tokens of the text, their offsets), and those after it.
+    """Yield (tokens before the text, (tokens of the text, their offsets), tokens after the text).
 
-    The tokens before a text are special tokens and those of the prompt.
+    The tokens before a text are special tokens and those of the prompt. The offsets are positions
+    in the text without the prompt.
     """
+    # The prompt is tokenized together with the text, because the tokens at their border may differ.
+    # `verbose=False` suppresses the warning that a sequence is longer than the model allows.
     encoding = tokenizer(
         [prompt + text for text in texts],
         truncation=False,
@@ -224,8 +248,11 @@ def _parts(
             first = with_characters[0]
             stop = with_characters[-1] + 1
         else:
+            # Without characters, the range of the text is empty and follows the special tokens.
             first = stop = np.argmin(np.append(special, 0))
 
+        # Tokens that end within the prompt belong to it. A token with characters of both counts as
+        # one of the text, and its offset is clipped to the start of the text.
         offsets = offsets - len(prompt)
         first += int((offsets[first:stop, 1] <= 0).sum())
         yield ids[:first], (ids[first:stop], offsets[first:stop].clip(0)), ids[stop:]
