@@ -36,15 +36,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # Codes of the largest value of a token.
 STEPS = 127
-# Minimum cosine of a random token between the quantized and the original model without a warning.
-LEAST_COSINE = 0.99
+# A warning follows if the cosine similarity between the hidden states of a random token in the
+# quantized and the original model is smaller.
+MIN_COSINE = 0.99
 
-# Elements of a slice of an elementwise pass, and tokens of a piece of a feed-forward.
+# Number of elements per slice of an elementwise pass, and of tokens per slice of a feed-forward.
 _ELEMENTS = 1 << 18
 _TOKENS = 512
-# Smallest scale, so that rows of zeros have one.
+# Lower bound of the largest value of a row, so that a row of zeros is not divided by zero.
 _SMALLEST = 1e-30
-# Added to a code before the conversion to uint8, which truncates: rounds to the nearest code.
+# Added to a code before the conversion to uint8. The conversion truncates, so that the sum of the
+# code and this offset becomes the nearest code.
 _OFFSET = torch.tensor(ZERO + 0.5)
 
 
@@ -55,6 +57,7 @@ def _slices(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Return slices of tensors of T rows, together, of `_ELEMENTS` elements of the first one."""
     if tensors[0].numel() <= _ELEMENTS:
         return (tensors,)
+    # The operators of a pass read a slice one after the other while it is in the caches.
     rows = max(1, _ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors))
 
@@ -64,6 +67,7 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _empty_codes(rows: int, inputs: int) -> torch.Tensor:
+    """Return codes that are not initialized, with rows beyond T, see `number_of_rows`."""
     return torch.empty(number_of_rows(rows), inputs, dtype=torch.uint8)
 
 
@@ -77,6 +81,7 @@ def _write_codes(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     Returns:
         (T, 1), 127 times the scales.
     """
+    # Unlike `values.abs().amax()`, this needs no copy of the values.
     largest = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
     largest.clamp_(min=_SMALLEST)
     codes.copy_(torch.add(_OFFSET, values.div_(largest), alpha=STEPS))
@@ -87,6 +92,7 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes of (T, K) rows, (R, K), and their scales times 127, (T, 1)."""
     count = rows.shape[0]
     codes = _empty_codes(count, rows.shape[1])
+    # float32 rows are copied, too, because `_write_codes` overwrites its values.
     scales = [
         _write_codes(values.to(torch.float32, copy=True), row_codes)
         for values, row_codes in _slices(rows, codes[:count])
@@ -112,6 +118,8 @@ def normalize_and_quantize(
     scales = []
     for x, row_codes in _slices(rows, codes[:count]):
         x = at_least_float32(x)
+        # A factor of all values of a token does not change its codes, so that the norm is part of
+        # the scale only.
         norms = torch.linalg.vector_norm(x, 2, -1, True)
         largest = _write_codes(x * weight, row_codes)
         scales.append(largest.div_(torch.hypot(norms, smallest)))
@@ -132,6 +140,8 @@ def gate_and_quantize(
     scales = []
     for x, row_codes, row_factor in _slices(inner, codes[:count], factor):
         gate, value = at_least_float32(x).chunk(2, -1)
+        # silu is not linear, so that the gate needs its factor before. That of the values is part
+        # of the scale.
         values = torch.mul(F.silu(gate * row_factor, inplace=True), value)
         scales.append(_write_codes(values, row_codes).mul_(row_factor))
     return codes, _join(scales)
@@ -193,8 +203,11 @@ class Int8Linear(nn.Module):
         largest = torch.maximum(weight.amax(1), weight.amin(1).neg()).clamp(min=_SMALLEST)
         integers = (weight * (steps / largest)[:, None]).round_().to(torch.int8)
         self.out_features, self.in_features = weight.shape
+
         # Not buffers, because `.to(bfloat16)` would round the scales.
         self.packed = pack_weight(integers)
+        # `quantize` returns scales times `STEPS`, and the weights are divided by largest / steps.
+        # Both constants are part of the scale of an output channel.
         self.weight_scales = largest * (factor / (steps * STEPS))
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
 
@@ -228,6 +241,8 @@ class Int8Linear(nn.Module):
             "it runs."
         )
 
+    # `state_dict` and `save_pretrained` call the first method, pickle and `copy.deepcopy` the
+    # second.
     _save_to_state_dict = _refuse
     __getstate__ = _refuse
 
@@ -248,8 +263,9 @@ class Int8FeedForward(nn.Module):
     def from_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the output for (R, D) codes and (T, 1) scales, (T, D), in pieces of tokens."""
+        """Return the output for (R, D) codes and (T, 1) scales, (T, D), in slices of tokens."""
         outputs = []
+        # The inner states of a slice, which are the largest ones, stay in the caches for `down`.
         for piece, piece_scales in zip(codes.split(_TOKENS), scales.split(_TOKENS)):
             inner = self.up.product(piece, dtype)[: piece_scales.shape[0]]
             gated, gated_scales = gate_and_quantize(inner, piece_scales)
@@ -264,10 +280,12 @@ def _project(
     """Replace `NeoBERTBlock.project`; the rotation also multiplies the scales of the rows."""
     inputs = block.attention_norm(hidden)
     qkv = block.qkv.product(inputs.codes, inputs.dtype)[: inputs.scales.shape[0]]
+    # The outputs of qkv are interleaved per head: (B, L, H, 3, K).
     qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
     scales = inputs.scales.view(*hidden.shape[:2], 1, 1, 1)
 
     query_key, value = qkv.split((2, 1), dim=-2)
+    # Scaling the angles scales the rotated values, without a pass over queries and keys.
     scaled_angles = tuple(angles * scales for angles in position_embeddings)
     query_key = apply_rotary_pos_emb(query_key, scaled_angles, in_place=True)
     query, key = query_key.unbind(-2)
@@ -315,7 +333,7 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
         _check(encoder)
     steps = weight_steps(even_if_slow)
 
-    # Tensors made in inference mode could not be used outside of it.
+    # Tensors that are created in inference mode cannot be used outside of it.
     model.eval().requires_grad_(False)
     with torch.inference_mode(False), torch.no_grad():
         for encoder in encoders:
@@ -336,12 +354,14 @@ def _check(encoder: Any) -> None:
     """Raise UserError unless the linear layers of this encoder can be quantized."""
     if is_int8(encoder):
         raise UserError("the model must be in float32 or bfloat16, got a model that is in int8.")
+
     block = block_type(encoder.config)
     if block != STANDARD_BLOCK:
         raise UserError(
             f"the blocks must have norm, activation and positions rms, swiglu and rope, got {block}"
             "."
         )
+
     for name, module in encoder.named_modules():
         # A subclass of Linear, as adapters have, would lose what it adds.
         is_plain = isinstance(module, nn.Linear) == (type(module) is nn.Linear)
@@ -350,6 +370,7 @@ def _check(encoder: Any) -> None:
                 f"the linear layers must be plain ones, got {name} of type "
                 f"{type(module).__name__}. Merge adapters first with merge_and_unload()."
             )
+
     weight = encoder.transformer_encoder[0].qkv.weight
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         raise UserError(
@@ -361,22 +382,26 @@ def _check(encoder: Any) -> None:
 def _quantize_block(block: Any, steps: int) -> None:
     """Replace the linear layers of a block, and the layers that compute their codes."""
     qkv, wo, up, down = linear_layers(block)
-    # The codes of a norm stand for values without this factor.
+    # The codes of an `Int8Norm` stand for values without this factor, sqrt(D).
     factor = qkv.in_features**0.5
     block.qkv = Int8Linear(qkv.weight, steps, factor)
     block.wo = Int8Linear(wo.weight, steps)
+
+    # Each norm returns codes, so that qkv and up do not quantize their inputs again.
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
     block.ffn = Int8FeedForward(
         Int8Linear(up.weight, steps, factor), Int8Linear(down.weight, steps)
     )
+    # An attribute of the instance shadows the method of the class, for this block alone.
     block.project = MethodType(_project, block)
 
 
 def _warn_if_different(states: torch.Tensor, original: torch.Tensor) -> None:
     """Warn if the minimum cosine between the hidden states of random tokens is too low or NaN."""
     cosine = F.cosine_similarity(states.double(), original.double(), dim=-1).min().item()
-    if not cosine >= LEAST_COSINE:
+    # Negated, because comparisons with NaN are false.
+    if not cosine >= MIN_COSINE:
         warnings.warn(
             f"the int8 model differs from the original one: the minimum cosine similarity of "
             f"{original[..., 0].numel()} random tokens is {cosine:.3f}.",

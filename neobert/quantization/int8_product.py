@@ -19,12 +19,12 @@ from ..common.errors import UserError
 from ..common.measures import best_times, one_thread
 
 
-# Code of the value 0.
+# Code of the value 0, the zero point of the inputs.
 ZERO = 128
 # Largest integer weights, in order of preference: 2 * 255 * 64 < 2^15.
 WEIGHT_STEPS = (127, 64)
 # Minimum speedup over float32.
-LEAST_SPEED = 1.1
+MIN_SPEEDUP = 1.1
 
 # The processor time of a thread is too coarse on Windows.
 _has_fine_clock = time.get_clock_info("thread_time").resolution < 1e-5
@@ -54,19 +54,23 @@ def product(
     """
     if zeros is None:
         zeros = torch.zeros(len(scales), dtype=torch.int64)
+    # The arguments are the inputs with scale and zero point, the weights with scales and zero
+    # points, no bias, an output with scale 1 and zero point 0, and no function after the product.
     return torch.ops.onednn.qlinear_pointwise.default(
         codes, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, dtype, "none", [], ""
     )
 
 
 def is_exact(steps: int, rows: int, inputs: int = 520) -> bool:
-    """Return whether the product is the integer product where its sums are largest.
+    """Return whether the product equals the integer product for inputs with the largest sums.
 
     Args:
         steps: Absolute value of all weights; the codes are 0 or 255.
         rows: Number of rows.
         inputs: Number of inputs.
     """
+    # Besides random signs there are outputs whose weights have one sign, which reach the largest
+    # sums of both signs, and one with alternating signs.
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, (24, inputs), generator=generator) * 2 - 1
     signs[:3] = torch.tensor([1, -1, 1])[:, None]
@@ -75,6 +79,7 @@ def is_exact(steps: int, rows: int, inputs: int = 520) -> bool:
     codes = torch.randint(2, (rows, inputs), generator=generator) * 255
     codes[0] = 255
 
+    # float32 represents the sums exactly: 520 * 128 * 127 < 2^24.
     output = product(codes.to(torch.uint8), pack_weight(weight), torch.ones(len(weight)))
     return torch.equal(output, ((codes - ZERO) @ weight.long().T).float())
 
@@ -96,6 +101,7 @@ def weight_steps(even_if_slow: bool = False) -> int:
             # A reference kernel would take seconds for the measurement with 128 rows.
             times = _seconds(16, 64, 2)
             is_reference = times[1] > 50 * times[0]
+            # A single row has a kernel of its own.
             exact = [
                 steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
             ]
@@ -108,7 +114,7 @@ def weight_steps(even_if_slow: bool = False) -> int:
 
     if not exact:
         raise UserError("the int8 matrix product of this processor is not exact. Use float32.")
-    if times[0] < LEAST_SPEED * times[1] and not even_if_slow:
+    if times[0] < MIN_SPEEDUP * times[1] and not even_if_slow:
         raise UserError(
             "the int8 matrix product of this processor takes "
             f"{times[1] / times[0]:.1f} times as long as the one in float32. Use float32, or call "

@@ -14,7 +14,7 @@ from ..common.measures import one_thread
 from ..modeling_neobert import NeoBERTModel
 
 
-# Channels larger than this multiple of the median channel are outliers.
+# Channels whose largest value exceeds this multiple of that of the median channel are outliers.
 TIMES = 8
 
 # Number and length of the random texts that the activations are observed on.
@@ -37,6 +37,7 @@ def linear_layers(block: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linea
     ffn = block.ffn
     if block.config.hidden_act == "swiglu":
         return block.qkv, block.wo, ffn.w12, ffn.w3
+    # The feed-forward of the GELU ablation is a Sequential of linear, activation, linear.
     return block.qkv, block.wo, ffn[0], ffn[2]
 
 
@@ -64,6 +65,7 @@ def largest_inputs(encoder: Any) -> tuple[dict[nn.Module, torch.Tensor], torch.T
     largest: dict[nn.Module, torch.Tensor] = {}
 
     def observe(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        # A layer runs once, on all tokens, so that no value is overwritten.
         largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
 
     layers = [layer for block in encoder.transformer_encoder for layer in linear_layers(block)]
@@ -86,6 +88,8 @@ def factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
         largest: (K,) largest absolute values of its inputs.
     """
     columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
+    # log2 of sqrt(largest / columns), rounded below to an integer for a power of two. The median
+    # ratio is that of the other channels, whose factor is 1.
     ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
     ratio = torch.where(largest > TIMES * largest.median(), ratio - ratio.median(), 0.0)
     return ratio.round().clamp(-20, 20).exp2()
@@ -106,11 +110,17 @@ def smooth(encoder: Any) -> torch.Tensor:
             # The inputs of `down` come from an activation function and not from a linear layer.
             down_factors.fill_(1)
 
+        # The columns are multiplied here, and their inputs are divided below where they are
+        # computed.
         for layer, columns in zip(layers, (qkv_factors, wo_factors, up_factors, down_factors)):
             layer.weight.mul_(columns)
+        # The parameters are the weight of a norm, and the bias of a LayerNorm.
         for norm, columns in ((block.attention_norm, qkv_factors), (block.ffn_norm, up_factors)):
             for parameter in norm.parameters():
                 parameter.div_(columns)
+
+        # The attention averages values, so that a factor of a value is one of the input of `wo`.
+        # The rows of qkv are interleaved per head: (H, 3, K).
         values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
         values.div_(wo_factors.view(block.num_heads, -1, 1))
         if is_gated:

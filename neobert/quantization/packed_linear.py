@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 
-# Numbers of rows whose results must have the same bits as those of more rows.
+# Numbers of rows whose results must have the same bits as in a larger batch.
 _CHECKED_ROWS = (2, 3, 5, 8, 16, 17, 31, 64)
 
 
@@ -68,20 +68,24 @@ def same_bits_in_any_batch(outputs: int, inputs: int, dtype: torch.dtype) -> boo
 
     try:
         with torch.inference_mode():
+            # `__init__` is skipped, because it calls this function.
             layer = PackedLinear.__new__(PackedLinear)
             layer.is_packed = True
             layer.weight = _pack(weight)
             expected = layer(x)
             expected_sum = layer.add_to(hidden, x)
+            # Other kernels round differently, but a wrong layout would give other values.
             if not torch.allclose(expected, F.linear(x, weight), rtol=1e-2, atol=1e-1):
                 return False
+
             for rows in _CHECKED_ROWS:
-                # Rows at another position than in the larger batch.
+                # Their position differs from that in the larger batch.
                 part = slice(1, 1 + rows)
                 if not torch.equal(layer(x[part]), expected[part]):
                     return False
                 if not torch.equal(layer.add_to(hidden[part], x[part]), expected_sum[part]):
                     return False
+    # The operators are missing in builds of torch without oneDNN, or do not support the dtype.
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
     return True
