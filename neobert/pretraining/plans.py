@@ -86,6 +86,8 @@ class Plan:
 
         min_tokens = spec.parts[number][0]
         self.ids = windows.of_texts_from(min_tokens)
+        # The ids are ascending and each source is a range of them, so that a binary search finds
+        # where a source ends.
         shares = windows.texts.shares
         source_ends = np.array([len(self.ids)])
         if shares:
@@ -102,6 +104,7 @@ class Plan:
         # Number of batches before each epoch.
         self.ends = [0]
         self._newest: tuple[int, EpochPlan] | None = None
+        # With epochs that have no batch, `locate` would never end.
         if not whole and not self.batches_of(0):
             raise UserError(
                 f"`micro_batch_tokens` is {spec.micro_batch_tokens}, but the data contains fewer "
@@ -127,10 +130,12 @@ class Plan:
     def _plan(self, order: np.ndarray) -> EpochPlan:
         """Divide windows into batches."""
         if self.spec.micro_batch_tokens is None:
+            # The last batch of an epoch may be smaller.
             size = self.spec.micro_batch_size
             bounds = np.append(np.arange(0, len(order), size), len(order))
             return EpochPlan(order, bounds)
 
+        # The number of tokens of a data set exceeds the range of int32.
         lengths = self.windows.lengths(order)
         token_ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
         if self.spec.layout == "packed_without_boundaries":
@@ -158,6 +163,8 @@ class Plan:
 
     def locate(self, k: int) -> tuple[int, int]:
         """Return the epoch of batch k, and its index in the epoch."""
+        # With a token budget, the number of batches depends on the order of the windows, so that
+        # the epochs before batch k must be planned, too.
         while self.ends[-1] <= k:
             self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
         epoch = int(np.searchsorted(self.ends, k, side="right")) - 1
@@ -175,6 +182,8 @@ class Plan:
         if plan.token_ends is None:
             return self.windows.read(plan.order[start:stop])
 
+        # Read all windows that overlap with the tokens of the batch, and remove the tokens before
+        # and after it.
         first = int(np.searchsorted(plan.token_ends, start, side="right")) - 1
         last = int(np.searchsorted(plan.token_ends, stop))
         tokens = np.concatenate(self.windows.read(plan.order[first:last]))
@@ -229,6 +238,9 @@ class WeightedOrder:
         # Newest order of each source, and its number.
         self._newest: list[tuple[int, np.ndarray] | None] = [None] * len(self.sources)
 
+        # The source that is exhausted first ends an epoch. If an epoch contained few windows of the
+        # rarest source, rounding would change the fractions, so that an epoch may contain windows
+        # of that source more than once.
         weights = np.asarray(shares)
         sizes = np.array([len(source) for source in self.sources])
         total = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
@@ -237,6 +249,8 @@ class WeightedOrder:
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of the windows in the order of an epoch."""
+        # Position p in the endless order of a source is window p % size of its turn p // size. An
+        # epoch may cover the end of one turn and the start of the next.
         parts = []
         for source, samples in enumerate(self.samples):
             first = epoch * samples

@@ -168,14 +168,17 @@ def run(options: PseudoPerplexityOptions) -> str:
     if output.state() == "finished":
         return path.with_suffix(".md").read_text(encoding="utf-8")
 
+    # Models that cannot be used are reported before the output directory is created.
     series = load_series(options, sources)
+
     with output.claim():
+        # An excerpt with a row in the CSV file was measured before an interruption.
         finished = set(read_rows(path)[KEY].itertuples(index=False, name=None))
-        for each in series:
-            description = f"{each.name}, YaRN {each.yarn}"
-            for excerpt in tqdm(each.excerpts, desc=description, unit="text"):
-                if each.key(excerpt) not in finished:
-                    row = measure_excerpt(each, excerpt, options.sampling)
+        for entry in series:
+            description = f"{entry.name}, YaRN {entry.yarn}"
+            for excerpt in tqdm(entry.excerpts, desc=description, unit="text"):
+                if entry.key(excerpt) not in finished:
+                    row = measure_excerpt(entry, excerpt, options.sampling)
                     row.to_csv(path, mode="a", header=False, index=False)
 
         buckets = summarize(read_rows(path))
@@ -203,6 +206,9 @@ def sample_positions(length: int, count: int | None, seed: int, text_digest: str
     """
     if count is None or count >= length:
         return np.arange(length)
+
+    # The positions do not depend on the model, so that models with one tokenizer are measured at
+    # identical positions.
     digest = hashlib.sha256(f"{seed} {text_digest}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
     return np.sort(generator.choice(length, size=count, replace=False))
@@ -218,6 +224,7 @@ def mean_and_error(values: np.ndarray, population: int) -> tuple[float, float]:
         values: Sample without replacement, (n,).
         population: Number N of values in the population.
     """
+    # The standard error of pandas uses n - 1 degrees of freedom, and is NaN for a single value.
     sample = pandas.Series(values, dtype=np.float64)
     correction = math.sqrt(1 - len(sample) / population)
     error = float(sample.sem()) * correction if correction else 0.0
@@ -240,23 +247,26 @@ def masked_cross_entropy(
         Cross-entropy in nats, (n,) float64.
     """
     losses = []
+    # Each row of a forward pass is a copy of the text with one masked position.
     for part in positions.split(max(1, BATCH_TOKENS // len(ids))):
         rows = torch.arange(len(part), device=ids.device)
         masked = ids.repeat(len(part), 1)
         masked[rows, part] = mask_token_id
 
+        # The default arguments bind the tensors of this iteration.
         def select_masked(
             module: torch.nn.Module,
             inputs: tuple[torch.Tensor, ...],
             rows: torch.Tensor = rows,
             part: torch.Tensor = part,
         ) -> tuple[torch.Tensor]:
-            # The decoder receives the masked position of every row, so that logits of the shape
+            # The decoder receives the masked position of each row, so that logits of the shape
             # (n, L, V) are never computed.
             return (inputs[0][rows, part],)
 
         with model.get_output_embeddings().register_forward_pre_hook(select_masked):
             logits = model(input_ids=masked, attention_mask=torch.ones_like(masked)).logits
+        # The softmax over the vocabulary is computed in float32 for models of any precision.
         losses.append(F.cross_entropy(logits.float(), ids[part], reduction="none").double().cpu())
     return torch.cat(losses).numpy()
 
@@ -269,6 +279,8 @@ def summarize(rows: pandas.DataFrame) -> list[Bucket]:
     """
     buckets = []
     for (name, yarn, length), texts in rows.groupby(["name", "yarn", "length"]):
+        # All texts have the same weight, whatever their length. The errors of their means are
+        # independent, and one unknown error makes the total unknown.
         means = texts["mean_cross_entropy"]
         mean = means.mean()
         squared_errors = texts["standard_error"] ** 2
@@ -319,6 +331,8 @@ def load_series(options: PseudoPerplexityOptions, sources: Sequence[Source]) -> 
         models = [load_model(options.model, name, factor) for factor in options.model.yarn]
         check_vocabulary(tokenizer, models[0], name)
 
+        # YaRN changes neither the tokenizer nor the texts, so all settings of a model share the
+        # excerpts.
         lengths = usable_lengths(options.data.lengths, models, tokenizer)
         excerpts = select_excerpts(options.data, sources, tokenizer, lengths)
         for factor, model in zip(options.model.yarn, models):
@@ -347,6 +361,8 @@ def load_model(options: ModelOptions, name: str, yarn: float | str) -> PreTraine
                 f"`yarn` requires a NeoBERT model, got the {config.model_type} model {name}. Pass "
                 "`--yarn off`."
             )
+
+        # YaRN multiplies the context length by its factor.
         config.rope_scaling = {"rope_type": "yarn", "factor": yarn}
         config.max_position_embeddings = math.ceil(config.max_position_embeddings * yarn)
 
@@ -390,6 +406,8 @@ def usable_lengths(
     if any("position" in name for name, _ in models[0].named_parameters()):
         # Learned position embeddings do not extend beyond their table.
         limit = text_limit(models[0], tokenizer) or limit
+
+    # A text needs at least one token besides the special tokens.
     min_length = tokenizer.num_special_tokens_to_add() + 1
     return sorted({length for length in lengths if min_length <= length <= limit})
 
@@ -419,6 +437,8 @@ def select_excerpts(
         UserError: If no text is long enough.
     """
     special_count = tokenizer.num_special_tokens_to_add()
+    # Texts are truncated to the largest length when they are read, so that MAX_ROWS of them fit
+    # into memory. Identical texts have one digest and are measured once.
     texts = {}
     for row in load_rows(sources).take(MAX_ROWS):
         text = row["text"] or ""
@@ -433,10 +453,12 @@ def select_excerpts(
     excerpts = []
     for digest, ids in longest[: options.max_texts]:
         if options.bucketing == "full":
-            reached = [next(length for length in lengths if len(ids) + special_count <= length)]
+            bucket_lengths = [
+                next(length for length in lengths if len(ids) + special_count <= length)
+            ]
         else:
-            reached = [length for length in lengths if length <= len(ids) + special_count]
-        for length in reached:
+            bucket_lengths = [length for length in lengths if length <= len(ids) + special_count]
+        for length in bucket_lengths:
             excerpts.append(Excerpt(digest, length, ids[: length - special_count]))
 
     if not excerpts:
@@ -462,6 +484,7 @@ def measure_excerpt(series: Series, excerpt: Excerpt, options: SamplingOptions) 
     ids = [*special_ids[:start], *excerpt.ids, *special_ids[end:]]
 
     count = None if options.positions == "exact" else options.positions
+    # Special tokens are never masked. The sampled positions count from the first token of the text.
     positions = sample_positions(len(excerpt.ids), count, options.seed, excerpt.digest)
     device = series.model.device
     losses = masked_cross_entropy(
@@ -483,6 +506,8 @@ def read_rows(path: Path) -> pandas.DataFrame:
     text = path.read_text(encoding="utf-8") if path.exists() else ",".join(COLUMNS) + "\n"
     complete = text[: text.rfind("\n") + 1]
     write_text(path, complete)
+
+    # Names and digests that consist of digits remain strings.
     return pandas.read_csv(io.StringIO(complete), dtype=dict.fromkeys(KEY[:3], str))
 
 
@@ -540,6 +565,7 @@ def plot_buckets(buckets: Sequence[Bucket]) -> Figure:
         )
 
     lengths = sorted({bucket.length for bucket in buckets})
+    # The lengths grow by factors, and pseudo-perplexities may differ by orders of magnitude.
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_yscale("log")

@@ -47,18 +47,25 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     learning_rate = options.optimization.learning_rate
     settings["learning_rate"] = LEARNING_RATE if learning_rate == "auto" else learning_rate
 
+    # The schedule of the paper applies unless the user has selected another one.
     warmup_steps = _warmup_steps(settings.get("warmup_steps"), max_steps)
     settings["warmup_steps"] = warmup_steps
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & settings.keys():
         settings |= paper_schedule(max_steps, warmup_steps)
 
+    # A global batch size determines the number of micro-batches per step. TrainingArguments do not
+    # exist yet, so the number of processes is read from the environment of the launcher.
     fixed: dict[str, Any] = dict(_FIXED)
     accumulation = options.batch.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", 1)))
     if accumulation is not None:
         fixed["gradient_accumulation_steps"] = accumulation
 
+    # Pinned memory speeds up copies to an accelerator, and Trainer warns about it without one.
     settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
     training = training_arguments(options.output.output, settings, fixed)
+
+    # Trainer would use DataParallel, which splits batches along their first dimension. A packed
+    # batch has a single row.
     if training.n_gpu > 1:
         raise UserError(
             f"a process must use one GPU, and {training.n_gpu} are visible. Start one process per "
@@ -97,6 +104,7 @@ def _warmup_steps(warmup_steps: float | None, max_steps: int) -> int:
     """
     if warmup_steps is None:
         return min(WARMUP_STEPS, max_steps // 20)
+    # A fraction is rounded up, but leaves at least one step after the warmup.
     if 0 < warmup_steps < 1:
         return min(math.ceil(warmup_steps * max_steps), max_steps - 1)
     if not 0 <= warmup_steps < max_steps:
@@ -113,6 +121,7 @@ def paper_schedule(max_steps: int, warmup_steps: float) -> dict[str, Any]:
     After the warmup, the learning rate follows a cosine to 10 % of its peak at 90 % of the steps,
     and is constant afterwards.
     """
+    # The schedule of transformers stays at `min_lr_ratio` after the decay.
     decay_steps = max(1, round(0.9 * max_steps) - int(warmup_steps))
     return {
         "lr_scheduler_type": "warmup_stable_decay",
@@ -160,5 +169,6 @@ def steps_of_epochs(
     """
     epoch: float = sum(sizes)
     if shares:
+        # A source is exhausted after size / share units of the mixture.
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
     return max(1, math.ceil(epochs * epoch / global_batch_size))

@@ -59,6 +59,7 @@ class Source:
     @functools.cached_property
     def kind(self) -> Literal["saved", "files", "hub"]:
         """Type of the source."""
+        # `datasets` writes one of these files into every dataset that it saves.
         path = Path(self.name)
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return "saved"
@@ -142,6 +143,7 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source
     if not name:
         raise UserError("every entry of `dataset` must have a name. Pass a Hub name or a path.")
 
+    # An @ or a colon in the name of an existing path or in a URL has no special meaning.
     subset = ""
     revision = ""
     if not os.path.exists(name) and "://" not in name:
@@ -176,6 +178,7 @@ def load_rows(sources: Iterable[Source]) -> IterableDataset:
 def _open(source: Source) -> IterableDataset:
     """Return the rows of a source with the column "text"."""
     if source.kind == "files":
+        # The lines of a plain text file are the texts, and have no columns.
         is_plain_text = source.files[0].format == ".txt"
         return IterableDataset.from_generator(
             _text_rows,
@@ -201,6 +204,8 @@ def _open(source: Source) -> IterableDataset:
             "the column with --column."
         )
 
+    # Other columns would be read, and would prevent that sources with other columns are
+    # concatenated.
     rows = rows.select_columns([column])
     dtype = getattr((rows.features or {}).get(column), "dtype", "string")
     if column != "text":
@@ -243,6 +248,8 @@ def source_key(sources: Sequence[Source]) -> dict[str, Any]:
 
     Local files are identified by their content. Names do not contain directories.
     """
+    # Directories are omitted from the names, so that the key remains valid when files are moved.
+    # Remote files are not downloaded: their names and sizes identify them.
     names = []
     paths: list[Path] = []
     urls = []
@@ -287,6 +294,8 @@ def content_hash(paths: Iterable[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
+        # The distance between blocks is rounded up, so that the last block reaches the end of the
+        # file. The blocks of small files are adjacent.
         step = max(_BLOCK_SIZE, -(-(size - _BLOCK_SIZE) // (_BLOCKS - 1)))
         with open(path, "rb") as file:
             for i in range(_BLOCKS):

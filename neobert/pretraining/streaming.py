@@ -36,6 +36,8 @@ MAX_EMPTY_EPOCHS = 2
 class ReaderState(TypedDict):
     """State of a `TextReader` in JSON types; lists contain one item per source.
 
+    The keys are part of the checkpoint format.
+
     Attributes:
         drawn: Number of texts that were sampled.
         pending: Tokens of the text that comes next, or None.
@@ -109,6 +111,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.rank = rank
         self.world_size = world_size
         self.workers = max(1, workers)
+        # A uniform sample between two of these bounds selects a part of the mixture.
         self.mixture = np.cumsum([probability for _, probability in spec.parts])[:-1]
         self.start = 0
         self.saved: dict[int, WorkerState] = {}
@@ -151,6 +154,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def worker_batches(self, worker: int) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches of one worker, starting after those that were consumed."""
         readers = [self.text_reader(part, worker) for part in range(len(self.spec.parts))]
+        # The checkpoint contains the state of each worker after its last batch that was used.
         i = worker
         if worker in self.saved:
             i = self.saved[worker]["batch"]
@@ -160,6 +164,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         while True:
             # Number of the micro-batch among those of all processes.
             number = i * self.world_size + self.rank
+            # The constants separate these random numbers from those of the masks and the order.
             sample = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
             reader = readers[int(np.searchsorted(self.mixture, sample, side="right"))]
             texts = next_texts(reader, self.spec)
@@ -167,6 +172,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 texts, self.spec, self.masking, self.seed, number, number / self.count
             )
 
+            # A worker prepares batches in advance, and these are lost at an interruption. Therefore
+            # the state after a batch travels with the batch.
             i += self.workers
             states = [reader.state() for reader in readers]
             batch[STATE] = json.dumps({"worker": worker, "batch": i, "parts": states})
@@ -179,8 +186,11 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         """
         min_tokens = self.spec.parts[part][0]
         splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.spec, min_tokens)
+        # Readers are numbered over the processes first, so that all processes get files if there
+        # are few of them.
         reader = worker * self.world_size + self.rank
         reader_count = self.workers * self.world_size
+        # The readers of a source have the same seed, because they share one order of the files.
         sources = [
             SourceReader(rows, splitter, (self.seed, part, source), reader, reader_count)
             for source, rows in enumerate(self.rows)
@@ -196,6 +206,7 @@ def next_texts(reader: "TextReader", spec: BatchOptions) -> list[np.ndarray]:
     """
     budget = spec.micro_batch_tokens
     if budget is None:
+        # A batch of sequences may have any number of tokens.
         count = spec.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
         return [reader.next() for _ in range(count)]
 
@@ -259,6 +270,7 @@ class TextReader:
             self.pending = None
             return text
 
+        # A sample that is a function of its number needs no generator state in the checkpoint.
         sample = np.random.default_rng([*self.seed, self.sampled]).random()
         self.sampled += 1
         source = self.sources[int(np.searchsorted(self.bounds, sample, side="right"))]
@@ -330,6 +342,8 @@ class SourceReader:
 
     def next(self) -> np.ndarray | None:
         """Return the token ids of the next text, int64, or None if there is no text to be read."""
+        # The current epoch may have begun before, so MAX_EMPTY_EPOCHS complete epochs are read
+        # after the current epoch.
         last_epoch = self.epoch + MAX_EMPTY_EPOCHS
         while self.epoch <= last_epoch:
             if self._iterator is None:
@@ -363,6 +377,7 @@ class SourceReader:
 
     def _open(self, position: dict[str, Any] | None = None) -> Iterator[dict[str, list[list[int]]]]:
         """Open the current file, from its start or from a position, and return its rows."""
+        # With as many shards as files, each shard is one file.
         rows = self.rows.shard(self.rows.num_shards, int(self._file_order()[self.file]))
         if self.rows.num_shards < self.reader_count:
             rows = rows.filter(self._is_row_of_reader, with_indices=True)
@@ -376,6 +391,7 @@ class SourceReader:
         if position is not None:
             self._texts.load_state_dict(position)
             self._resumed_position = position
+
         # Read one row at a time: the state of a larger batch would point past rows that are not
         # used yet.
         return self._texts.iter(batch_size=1)
@@ -423,10 +439,12 @@ class _WindowSplitter:
         self.tokenizer = tokenizer
         self.boundaries = boundaries
         self.min_tokens = min_tokens
+        # Two positions of each window are taken by the boundary tokens.
         self.body_length = spec.sequence_length - 2
         self.split = spec.long_texts == "split"
 
     def __call__(self, rows: dict[str, list[str | None]]) -> dict[str, list[np.ndarray]]:
+        # A batched `map` may return more rows than it receives, or fewer.
         windows = []
         for ids in token_ids(self.tokenizer, [text or "" for text in rows["text"]]):
             if not ids or len(ids) + 2 < self.min_tokens:
