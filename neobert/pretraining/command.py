@@ -167,6 +167,7 @@ class Setup:
         Raises:
             UserError: If the texts or the model cannot be loaded, or do not match the options.
         """
+        # Texts that cannot be read are reported before the model is loaded.
         check_texts(run)
         start = locate_start(run)
         tokenizer = _choose_tokenizer(run, start)
@@ -179,6 +180,8 @@ class Setup:
             logger.info("Vocabulary of %s tokens: %s", f"{len(tokenizer):,}", rows)
         seed = run.training.seed
         model = make_model(options.model.model_config, start, tokenizer, seed, rows)
+
+        # `model_config` may have changed the context length, so the loaded model determines it.
         context = model.config.context_length
         if options.batch.sequence_length > context:
             raise UserError(
@@ -254,6 +257,8 @@ def _representable_batches(
     """Return the batches of the validation sets that contain a token of a vocabulary."""
     batches: dict[str, MicroBatches] = {}
     for name in run.validation:
+        # A vocabulary may cover so little of a text in another script that only [UNK] remains,
+        # which cannot be masked.
         try:
             batches |= validation_batches(run, tokenizer, prefix="start-", names=[name])
         except UserError:
@@ -303,6 +308,8 @@ class Pretraining:
         """
         metrics = trainer.evaluate()
         for name, batches in (trainer.eval_dataset or {}).items():
+            # The accuracy of always predicting the most frequent token is the baseline of the
+            # others.
             key = metric_name(name, "unigram_accuracy")
             metrics[key] = most_frequent_token(batches)[1]
 
@@ -347,6 +354,9 @@ def _run_report(batches: MicroBatches | StreamedBatches) -> RunReport:
     """Return the callback that reports the number of sequences and epochs of a run."""
     if isinstance(batches, StreamedBatches):
         return RunReport()
+
+    # The last micro-batch of the run determines the number of epochs. The parts of a mixture have
+    # different numbers of epochs, so none is reported.
     epochs = None
     if len(batches.plans) == 1:
         plan = batches.plans[0]

@@ -101,9 +101,9 @@ def comparison_table(
 ) -> str:
     """Return a table of the validation metrics before the first step and after the last.
 
-    Changes are relative to the initial model. If the run replaced the vocabulary, that is the model
-    with its own tokenizer, so that the table shows what was forgotten. Masked accuracy of two
-    vocabularies is not comparable and has no change.
+    Changes are relative to the initial model. If the run replaced the vocabulary, this is the model
+    with its original tokenizer, so that the table shows what the model has forgotten. The masked
+    accuracy of two vocabularies is not comparable, so its change is omitted.
 
     Args:
         history: Log records of the run.
@@ -111,6 +111,7 @@ def comparison_table(
         has_start: Whether the run started from another model.
         has_new_vocabulary: Whether the run replaced the vocabulary of that model.
     """
+    # Before the first step, several records are logged. Their metrics are combined.
     first: dict[str, Any] = {}
     for record in history:
         if record["step"] == 0:
@@ -119,6 +120,8 @@ def comparison_table(
     before: Mapping[str, Any] = first
     columns: dict[str, Mapping[str, Any]]
     if has_new_vocabulary:
+        # `eval_...` are the metrics after the vocabulary was replaced, and `start_...` those of the
+        # model with its original vocabulary.
         before = _with_eval_prefix(first)
         columns = {
             "initial model, own tokenizer": before,
@@ -128,6 +131,7 @@ def comparison_table(
     else:
         columns = {"initial model" if has_start else "untrained model": first, "after": metrics}
 
+    # Standard errors and losses have no row of their own. The errors appear in the cells.
     rows = []
     for key in metrics:
         if not key.endswith(_METRICS):

@@ -171,12 +171,14 @@ class BatchOptions(OptionGroup):
                 "them."
             )
         if self.micro_batch_tokens is None and self.micro_batch_size is None:
+            # The dataclass is frozen, so that an assignment would fail.
             object.__setattr__(self, "micro_batch_size", DEFAULT_MICRO_BATCH_SIZE)
         self._check_mixture()
         self._check_micro_batch_tokens()
 
     def _check_mixture(self) -> None:
         probabilities = [probability for _, probability in self.parts]
+        # The comparison is negated to reject NaN as well.
         if min(probabilities) <= 0 or not abs(sum(probabilities) - 1) <= 1e-6:
             raise UserError(
                 "the probabilities of `mixture` must be greater than 0 and sum to 1, got "
@@ -192,6 +194,9 @@ class BatchOptions(OptionGroup):
                 f"`micro_batch_tokens` must be at least `max_length`, {max_length}, got {tokens}. "
                 "Increase it, or lower --max-length."
             )
+
+        # Without boundaries, the tokens of a micro-batch are divided into rows of the maximum
+        # length.
         has_full_rows = tokens is not None and tokens % max_length == 0
         if self.layout == "packed_without_boundaries" and not has_full_rows:
             raise UserError(
@@ -224,6 +229,7 @@ class BatchOptions(OptionGroup):
             UserError: If the global batch is not a multiple of the micro-batches of all processes,
                 or is in another unit.
         """
+        # Both batch sizes must be in one unit, sequences or tokens.
         if self.micro_batch_tokens is not None:
             names = ("micro_batch_tokens", "global_batch_tokens", "global_batch_size")
             micro_batch = self.micro_batch_tokens

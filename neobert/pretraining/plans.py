@@ -135,7 +135,7 @@ class Plan:
             bounds = np.append(np.arange(0, len(order), size), len(order))
             return EpochPlan(order, bounds)
 
-        # The number of tokens of a data set exceeds the range of int32.
+        # The number of tokens of a large dataset exceeds the range of int32.
         lengths = self.windows.lengths(order)
         token_ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
         if self.spec.layout == "packed_without_boundaries":

@@ -58,6 +58,8 @@ class PretrainingRun:
         or "validation-NAME".
         """
         datasets = {"train": self.sources}
+        # Sampling weights may change without tokenizing the texts again, as each source has a
+        # dataset.
         if shares_of(self.sources):
             datasets = {f"train-{i}": (source,) for i, source in enumerate(self.sources, 1)}
         for name, sources in self.validation.items():
@@ -121,6 +123,7 @@ def check_run(run: PretrainingRun) -> None:
     plugin = run.training.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        # Each process has only a part of the weights, so the final files would be incomplete.
         if not plugin.hf_ds_config.get_value(gathered):
             raise UserError(
                 "ZeRO-3 must gather the weights of the final model. Set zero3_save_16bit_model: "
@@ -176,6 +179,8 @@ def run_output(run: PretrainingRun) -> Output:
         "tokenizer": _tokenizer_identity(options),
         "init_from": None if init_from is None else start_fingerprint(init_from),
     }
+
+    # The texts may have been prepared in the output directory before the run.
     return Output(
         options.output_folder, "pretrain", settings, beside=[options.prepared_folder.name]
     )
@@ -237,12 +242,14 @@ def resolve_options(
             rate = adaptation_learning_rate(config.hidden_size)
             optimization = replace(optimization, learning_rate=rate)
 
+    # The run ends at the lower one of the two limits.
     epochs = optimization.num_train_epochs
     if epochs is not None and not options.validation.evaluate_only:
         max_steps = _steps_of_epochs(run, batch, epochs, tokenizer)
         if max_steps < optimization.max_steps:
             optimization = replace(optimization, max_steps=max_steps)
 
+    # Arguments of Trainer, such as the warmup, depend on the number of steps and the learning rate.
     resolved = replace(options, batch=batch, optimization=optimization)
     if resolved == options:
         return run
@@ -258,6 +265,8 @@ def _steps_of_epochs(
             "`num_train_epochs` needs prepared texts, but the texts are streamed. Set "
             "`max_steps`, or prepare the texts with --prepare."
         )
+
+    # Sizes are in the unit of the micro-batches, which are sequences or tokens.
     texts = [tokenized_texts(run, name, tokenizer) for name in run.train_datasets]
     if batch.micro_batch_tokens is None:
         micro_batch = batch.micro_batch_size or 1
@@ -269,8 +278,9 @@ def _steps_of_epochs(
             lengths = [part.clip(max=batch.sequence_length) for part in lengths]
         sizes = [int(part.sum()) for part in lengths]
 
-    steps = run.training.world_size * run.training.gradient_accumulation_steps
-    return steps_of_epochs(epochs, sizes, shares_of(run.sources), micro_batch * steps)
+    micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
+    global_batch = micro_batch * micro_batches_per_step
+    return steps_of_epochs(epochs, sizes, shares_of(run.sources), global_batch)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -289,6 +299,7 @@ def tokenized_texts(
         prefix: Prefix of the directory, for another tokenizer than that of the run.
     """
     path = run.options.prepared_folder / f"{prefix}{name}"
+    # The main process prepares the texts. The others wait, and find the dataset complete.
     with run.training.main_process_first(desc="tokenization"):
         summary = prepare_dataset(run.datasets[name], path, tokenizer)
     if run.training.process_index == 0:
@@ -321,6 +332,9 @@ def validation_batches(
     Raises:
         UserError: If a set contains no token that can be masked.
     """
+    # Evaluations are comparable only if they predict the same tokens, whatever the schedule of the
+    # masking and the mixture of the training batches. The other seed separates the masks from those
+    # of training.
     masking = make_masking(run.options.masking, tokenizer, use_schedule=False)
     spec = replace(run.options.batch, mixture=None)
     batches = {}
@@ -341,8 +355,11 @@ def training_batches(
     spec = run.options.batch
     masking = make_masking(run.options.masking, tokenizer)
     shares = shares_of(run.sources)
+    # Number of micro-batches of the whole run in all processes.
     count = training.max_steps * training.gradient_accumulation_steps * training.world_size
     if run.streams:
+        # Sources with weights are sampled, and each of them needs a stream. Sources without weights
+        # are read one after another.
         parts = [(source,) for source in run.sources] if shares else [run.sources]
         return StreamedBatches(
             rows=[load_rows(part) for part in parts],

@@ -60,7 +60,7 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     if accumulation is not None:
         fixed["gradient_accumulation_steps"] = accumulation
 
-    # Pinned memory speeds up copies to an accelerator, and Trainer warns about it without one.
+    # Pinned memory speeds up copies to an accelerator, and torch warns about it without one.
     settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
     training = training_arguments(options.output.output, settings, fixed)
 

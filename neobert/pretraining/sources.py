@@ -204,8 +204,7 @@ def _open(source: Source) -> IterableDataset:
             "the column with --column."
         )
 
-    # Other columns would be read, and would prevent that sources with other columns are
-    # concatenated.
+    # The other columns are not used, and may differ between sources.
     rows = rows.select_columns([column])
     dtype = getattr((rows.features or {}).get(column), "dtype", "string")
     if column != "text":

@@ -51,6 +51,8 @@ def flops_per_batch(
         squares: Sum of the squared sequence lengths.
         predicted: Number of tokens for which the decoder computes logits.
     """
+    # A multiplication with a weight takes 2 operations in the forward pass and 4 in the backward
+    # pass. Attention has four matrices, and SwiGLU has one more matrix than GELU.
     hidden_size = config.hidden_size
     ffn_matrices = 3 if config.hidden_act == "swiglu" else 2
     layer_weights = hidden_size * (4 * hidden_size + ffn_matrices * config.ffn_inner_size)
@@ -76,10 +78,12 @@ class _LogAndEvaluate(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Evaluate and log the model before the first step."""
+        # A resumed run has evaluated the initial model before.
         if state.global_step == 0:
             if start_metrics := self.trainer.evaluate_start():
                 self.trainer.log(start_metrics)
             self.trainer.evaluate()
+        # The time of the evaluation is not part of the training speed.
         self.trainer.last_time = time.perf_counter()
 
     def on_step_end(
@@ -149,6 +153,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step, and remember the stream's position after them."""
+        # Trainer collects the micro-batches of a step right before it uses them. Batches that
+        # loader workers have prefetched are not part of them, so a resumed run will read them
+        # again.
         samples, count = super().get_batch_samples(*args, **kwargs)
         for batch in samples:
             if STATE in batch:
@@ -157,6 +164,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         return samples, count
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        # The datasets are shuffled already: item i is micro-batch i of the run.
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(dataset)
 
@@ -183,6 +191,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
                 kwargs,
             )
             self.lr_scheduler = scheduler
+            # Trainer replaces a scheduler with this flag when `train` is called again.
             self._created_lr_scheduler = True
         return scheduler
 
@@ -201,6 +210,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
+        # `Counter.update` adds. Tensors stay on the device until the next log record, so that no
+        # step waits for them.
         counts: dict[str, Any] = {**batch_counts(inputs)}
         counts["correct"] = masked_correct(outputs.logits, labels)[0]
         self._counts.update(counts)
@@ -241,8 +252,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
         """Return the counts since the last record, summed over all processes."""
         counts = {name: float(value) for name, value in self._counts.items()}
         self._counts.clear()
+
         if isinstance(self.train_dataset, StreamedBatches):
-            # The mean over the processes.
+            # The sum over the processes is then the mean number of epochs.
             epochs = self.train_dataset.epochs(self._stream.values())
             counts["epochs"] = epochs / self.args.world_size
 
@@ -255,6 +267,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def _flops(self, counts: Mapping[str, float]) -> float:
         """Return the floating-point operations of the counted batches."""
         config = self.model.config
+        # Without sparse prediction, the decoder computes the logits of all tokens.
         predicted = counts["masked" if config.sparse_prediction else "tokens"]
         return flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
 
@@ -279,11 +292,13 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         checkpoint = checkpoint_folder(self.args) / f"checkpoint-{self.state.global_step}"
         if isinstance(self.train_dataset, StreamedBatches):
+            # Each process reads other rows and saves its position.
             consumed = self.state.global_step * self.args.gradient_accumulation_steps
             write_json(
                 stream_file(checkpoint, self.args.process_index),
                 {"consumed": consumed, "states": self._stream},
             )
+        # A killed run leaves a log that ends at its last checkpoint.
         if self.args.should_save:
             self.write_log()
         super()._save_checkpoint(*args, **kwargs)
@@ -292,6 +307,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
         """Continue a stream at the position of a checkpoint."""
         if not isinstance(self.train_dataset, StreamedBatches):
             return
+
+        # JSON converts the numbers of the workers to strings.
         saved = json.loads(stream_file(checkpoint, self.args.process_index).read_text())
         self._stream = {int(worker): state for worker, state in saved["states"].items()}
         self.train_dataset.load_state(self._stream, saved["consumed"])
@@ -317,6 +334,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     def validation_metrics(self) -> dict[str, float]:
         """Return the metrics of all validation sets, {`metric_name`: value}."""
+        # FSDP gathers its sharded weights in the forward pass of the wrapper.
         model: Any = self.model_wrapped if self.is_fsdp_enabled else self.model
         characters = token_characters(self.processing_class)
         metrics: dict[str, float] = {}

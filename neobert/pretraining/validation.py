@@ -81,6 +81,8 @@ def _source_keys(source: Source) -> list[Any]:
     """Return what identifies the texts of a source: its files, or its name on the Hub."""
     if source.kind == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
+
+    # Links to one file are one text.
     return [os.path.realpath(path) for path in source.paths]
 
 
@@ -124,12 +126,14 @@ def evaluate_batches(
         with accelerator.autocast():
             outputs = model(**batch)
         if i < len(batches):
+            # The loss is the mean over the masked tokens, and NaN if there are none.
             correct, count = map(int, masked_correct(outputs.logits, batch["labels"]))
             masked_ids = inputs["labels"][inputs["labels"] != -100]
             nats = float(outputs.loss) * count if count else 0.0
             length = int(characters[masked_ids].sum())
             sums[i] = torch.tensor([nats, correct, count, length], dtype=torch.float64)
 
+    # Each process has filled the rows of its batches, and the other rows are 0.
     if world_size > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
     return _metrics(sums)
@@ -141,6 +145,7 @@ def _metrics(sums: torch.Tensor) -> dict[str, float]:
     Args:
         sums: Nats, correct tokens, masked tokens and their characters of each batch, (batches, 4).
     """
+    # Sums over all batches give each masked token the same weight. A mean over batches would not.
     nats, correct, masked, length = sums.sum(0).tolist()
     metrics = {
         "loss": nats / masked,
@@ -158,8 +163,8 @@ def _metrics(sums: torch.Tensor) -> dict[str, float]:
 def _ratio_error(numerators: torch.Tensor, denominators: torch.Tensor) -> float:
     """Return the standard error of sum(numerators) / sum(denominators) over batches.
 
-    It is the standard error of the mean of `numerators - ratio * denominators`, divided by the mean
-    of the denominators.
+    By the delta method, this is the standard error of the mean of `numerators - ratio *
+    denominators`, divided by the mean of the denominators.
     """
     total = denominators.sum().clamp(min=1)
     residuals = numerators - numerators.sum() / total * denominators
@@ -175,6 +180,7 @@ def masked_correct(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     """
     is_masked = labels != -100
     with torch.no_grad():
+        # With sparse prediction, the logits are those of the masked tokens already.
         predictions = logits.argmax(dim=-1)
         if predictions.dim() > 1:
             predictions = predictions[is_masked]
@@ -213,6 +219,8 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     Returns:
         Number of characters, (len(tokenizer),) int64.
     """
+    # The serialized tokenizer contains the marks of its tokens. A byte-level tokenizer may use
+    # ByteLevel for pre-tokenization, for decoding, or both.
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     prefix = state["model"].get("continuing_subword_prefix") or ""
     is_byte_level = '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["decoder"]])
@@ -222,6 +230,7 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         if is_byte_level:
             counts[token_id] = sum(map(_starts_character, token))
         else:
+            # SentencePiece represents a space by U+2581.
             text = token.removeprefix(prefix).replace("\u2581", " ")
             counts[token_id] = len("".join(text.split()))
     counts[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = 0
@@ -233,5 +242,6 @@ def _starts_character(sign: str) -> bool:
 
     White space is not counted.
     """
+    # In UTF-8, the bytes 0x80 to 0xBF continue a character.
     byte = _BYTES.get(sign, 0)
     return byte not in b" \n\t\r" and not 0x80 <= byte < 0xC0
