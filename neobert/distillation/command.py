@@ -56,8 +56,8 @@ from .transfer import equal_lengths, initialize_blocks, select_layers
 logger = logging.getLogger("neobert.distillation")
 
 RESULT = "figures.json"
-# Largest number of texts that --init-from-teacher uses, and of their tokens. The hidden states of
-# all of them are in memory.
+# Maximum number of texts that --init-from-teacher uses, and number of tokens after which the texts
+# end. The hidden states of all of these tokens are in memory.
 TRANSFER_TEXTS = 50_000
 TRANSFER_TOKENS = 300_000
 # A useless student had a mean cosine of 0.18 with its teacher, useful ones 0.76 to 0.88.
@@ -74,6 +74,8 @@ class ShuffledBatches(DefaultBatchSampler):
         super().__init__(sampler, batch_size=batch_size, drop_last=drop_last, seed=seed)
 
     def __iter__(self) -> Any:
+        # The trainer sets `epoch`. The factor exceeds all numbers of epochs, so that two seeds have
+        # no order in common.
         sampler: Any = self.sampler
         sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
         return super().__iter__()
@@ -139,6 +141,7 @@ def check_paths(options: DistillOptions, sources: Sequence[TextSource]) -> None:
     names = [*models, *(source.path for source in sources)]
     if options.data.validation_file:
         names.append(options.data.validation_file)
+    # A name that does not exist here is one on the Hub.
     inputs = [name for name in names if Path(name).exists()]
 
     check_folder(options.work_folder, "work")
@@ -152,6 +155,7 @@ def run_identity(
     options: DistillOptions, sources: Sequence[TextSource], processes: int
 ) -> dict[str, Any]:
     """Return what identifies a run: options, digests of the texts and of the models."""
+    # The number of processes changes the batches.
     settings = identity(options)
     for name, value in number_options(options.trainer).items():
         # The evaluation does not change the weights.
@@ -213,11 +217,15 @@ class Distillation:
             trust_remote_code=model.trust_remote_code,
         )
         encoder = teacher.sentence_transformer
+
+        # The default of --embeddings-from-teacher depends on both models, and is resolved here.
         has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
         student_options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
         student = build_student(model, student_options, encoder, teacher.embedding_dimension)
         if model.init_from_teacher:
             self._transfer_blocks(student, teacher)
+
+        # The main process computes the files first, and the others read them.
         with training.main_process_first(desc="teacher embeddings"):
             embeddings, sets, table = embed_texts(
                 self.options, has_teacher_start, self.texts, teacher
@@ -244,6 +252,8 @@ class Distillation:
         )
         layers = select_layers(student, exact_teacher, model.teacher_layers)
         self.teacher_layers = layers.numbers
+
+        # The name of the file is a digest of everything that the blocks depend on.
         student_model: Any = student[0].auto_model
         settings = [
             model_digest(model.teacher),
@@ -258,6 +268,7 @@ class Distillation:
 
         with self.training.main_process_first(desc="block-wise transfer"):
             if not path.is_file():
+                # Every n-th text, because the texts of several files are in the order of the files.
                 tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])
                 batches = [
                     batch.to(self.training.device)
@@ -271,6 +282,7 @@ class Distillation:
                     STORED_AS[options.student.embedding_dtype],
                     self.training.bf16,
                 )
+
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with new_file(path) as file:
                     file.write(save(student_model.to("cpu").state_dict()))
@@ -308,6 +320,7 @@ class Distillation:
         # A smaller batch has fewer similarities, and a single text has none.
         count = len(self.texts.train)
         training.dataloader_drop_last = count > training.train_batch_size
+        # The label is the number of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         trainer = DistillTrainer(
             model=student,
@@ -326,6 +339,7 @@ class Distillation:
         student = trainer.accelerator.unwrap_model(trainer.model)
         uncompile_blocks(student[0].auto_model)
         options = self.options.student
+
         save_student(student.to("cpu"), folder, options.dtype, options.embedding_dtype)
         # The student is loaded as users will load it, so that the figures include the storage in
         # float16 or float8.
@@ -368,6 +382,7 @@ def embed_texts(
         The embeddings of the training texts, (N, D) float16 on disk; the evaluated texts with their
         embeddings, {name: (texts, embeddings)}; and the token embeddings of the student or None.
     """
+    # The embeddings depend on these values and on the texts, which the name of a file identifies.
     known = [
         model_digest(options.model.teacher),
         str(options.student.max_length),
@@ -381,6 +396,7 @@ def embed_texts(
     sets = {}
     for name, rows in texts.evaluated.items():
         sets[name] = (rows, np.float32(teacher_embeddings(path_of(name, rows), rows, teacher)))
+    # The embeddings of the training texts may be larger than the memory, and stay on disk.
     train_path = path_of("train", texts.train)
     embeddings = teacher_embeddings(train_path, texts.train, teacher)
     if not has_teacher_start:
@@ -422,6 +438,7 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
             f"{student[name]:.3f}, start {start[name]:.3f}). Train for more epochs or with more "
             "texts, or lower --learning-rate."
         )
+    # There is no cosine if the embeddings differ in their dimension.
     cosine = student.get(correlations[0].replace("_spearman", "_cosine"))
     if cosine is not None and cosine < LOW_COSINE:
         return (
@@ -433,6 +450,7 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
 
 def comparison_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of teacher, start and student with one column per metric."""
+    # The model card contains the standard errors.
     names = [name for name in comparison["student"] if not name.endswith("_se")]
     rows = []
     for encoder, metrics in comparison.items():
@@ -447,6 +465,7 @@ def agreement_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
     rows = []
     for entry in history:
         row = {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(kept)}
+        # Entries with losses have a step, too, but no agreement.
         if len(row) > 1:
             rows.append(row)
     return rows

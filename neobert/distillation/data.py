@@ -23,7 +23,7 @@ from ..embeddings.packed_encoder import PackedEncoder
 
 # Number of texts whose embeddings are written at once.
 CHUNK_SIZE = 65_536
-# Number of texts that are held out by default, if they are at most 5 % of all.
+# Number of texts that are held out by default, unless they are more than 5 % of all.
 MIN_VALIDATION_TEXTS = 100
 
 
@@ -52,6 +52,7 @@ class TextSource:
         Raises:
             UserError: If there is no such file, or the mapping has unknown keys or wrong values.
         """
+        # An entry comes from a recipe, whose values have not been checked.
         values = {"path": entry} if isinstance(entry, str) else dict(entry)
         hints = get_type_hints(cls, include_extras=True)
         converted = convert(values, hints, f" of {entry!r} in texts")
@@ -64,11 +65,14 @@ class TextSource:
     def read(self) -> Iterator[str]:
         """Yield the texts that are not empty, in file order, without surrounding spaces."""
         columns = [self.column] if isinstance(self.column, str) else self.column
+        # Lines of a text file have no columns, and are read as rows with the column "text".
         if file_format(self.path) == ".txt":
             columns = ["text"]
         for row in rows(self.path, columns, columns):
             texts = [row[column].strip() for column in columns]
             texts = [text for text in texts if text]
+            # The hash decides about all texts of a row together. Its prefix makes it independent of
+            # that of `is_validation_text`.
             if texts and fraction(f"share {texts[0]}") < self.share:
                 yield from texts
 
@@ -76,7 +80,8 @@ class TextSource:
 def is_validation_text(text: str, percent: float) -> bool:
     """Return whether a text is held out for evaluation.
 
-    The result depends on the words of the text, so that its copies are on the same side.
+    The result depends on the words of the text only, so that copies with other spaces or capital
+    letters are held out, too.
     """
     return fraction(" ".join(text.lower().split())) < percent / 100
 
@@ -99,6 +104,7 @@ class Texts:
     def evaluated(self) -> dict[str, list[str]]:
         """Sets of at least 3 texts on which the agreement with the teacher is evaluated."""
         sets = {"validation": self.validation, **self.other}
+        # A rank correlation over the pairs of 2 texts, a single pair, is not defined.
         return {name: texts for name, texts in sets.items() if len(texts) > 2}
 
     def check_evaluated(self) -> None:
@@ -158,6 +164,7 @@ def read_texts(
 
 
 def _lowest_hashes(texts: Iterable[str], max_texts: int) -> list[str]:
+    # A random sample that does not depend on the order of the texts.
     return sorted(texts, key=fraction)[:max_texts]
 
 
@@ -180,6 +187,7 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
     done = read_json(progress_path)["done"] if progress_path.is_file() else 0
     if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
+
         shape = (len(texts), teacher.embedding_dimension)
         # The file has its final size from the start; `progress_path` counts the rows that are
         # written.
@@ -190,7 +198,7 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
                 end = min(start + CHUNK_SIZE, len(texts))
                 tokens = teacher.tokenize(texts[start:end])
                 embeddings[start:end] = teacher.embed(tokens, bar.update)
-                # The rows must be on disk before the progress names them.
+                # The rows must be on disk before the progress counts them.
                 embeddings.flush()
                 write_json(progress_path, {"done": end})
     return np.load(path, mmap_mode="r")

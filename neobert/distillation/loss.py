@@ -13,11 +13,12 @@ from torch import nn
 from .options import LossOptions
 
 
-# Number of stored texts that a text is compared with in a step, by how they are chosen.
+# Number of stored texts that a text is compared with in a step: the nearest ones, those at evenly
+# spaced similarities, and random ones.
 NEAREST = 16
 SPREAD = 48
 RANDOM = 64
-# Score of a stored text that is hidden, below every cosine.
+# Score of a hidden stored text, the text itself. It is lower than every cosine.
 HIDDEN = -2
 
 
@@ -35,6 +36,7 @@ def similarity_loss(
         temperature: Temperature by which cosines are divided.
     """
     count = len(student)
+    # The similarity of a text to itself is 1 in both models, and would dominate the softmax.
     others = ~torch.eye(count, dtype=torch.bool, device=student.device)
     rows = []
     for unit in (student, teacher):
@@ -62,11 +64,13 @@ def memory_bank_loss(
         temperature: Temperature by which cosines are divided.
         hidden: Whether a stored embedding is that of the text itself, (N, M) bool.
     """
+    # The teacher selects the stored texts, and both models are compared on them.
     scores = (teacher @ bank.T).masked_fill(hidden, HIDDEN)
     chosen = candidates(scores)
     teacher_scores = scores.gather(1, chosen)
     student_scores = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
 
+    # A hidden text can be among the random candidates. Its probability becomes 0 in both models.
     is_text_itself = teacher_scores == HIDDEN
     rows = []
     for row in (student_scores, teacher_scores):
@@ -92,6 +96,8 @@ def candidates(scores: torch.Tensor) -> torch.Tensor:
     levels = torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - lowest)
     levels = lowest + levels
 
+    # The first stored text whose score is at least a level. Rounding may place the last level above
+    # the highest score.
     spread = columns.gather(1, torch.searchsorted(ordered, levels).clamp(max=scores.shape[1] - 1))
     sampled = torch.randint(scores.shape[1], (len(scores), RANDOM), device=scores.device)
     return torch.cat([columns[:, -NEAREST:], spread, sampled], dim=1)
@@ -116,6 +122,7 @@ class DistillLoss(nn.Module):
         self.model = model
         self.options = options
         self.embeddings = embeddings
+        # The memory bank is a fixed random sample of the training texts.
         permutation = np.random.default_rng(0).permutation(len(embeddings))
         stored = torch.from_numpy(permutation[: options.memory_bank_size])
         # Buffers are moved to the device of the model.
@@ -136,6 +143,8 @@ class DistillLoss(nn.Module):
             features: Inputs of the model, a list of one dictionary.
             labels: Numbers of the texts, (N,).
         """
+        # The model adds its outputs to the dictionary, which is copied so that the batch is
+        # unchanged.
         embeddings = self.model(dict(next(iter(features))))["sentence_embedding"].float()
         teacher = self.teacher_embeddings(labels)
         options = self.options
@@ -143,7 +152,8 @@ class DistillLoss(nn.Module):
 
         losses = {}
         with torch.autocast(embeddings.device.type, enabled=False):
-            # Similarities at a temperature of 0.05 need more than bfloat16's 8 bits.
+            # Differences of similarities at a temperature of 0.05 need more than the 8 bits of
+            # bfloat16.
             student = F.normalize(embeddings, dim=-1)
             losses["cosine"] = options.cosine_weight * (1 - (student * teacher).sum(-1)).mean()
             similarity = similarity_loss(student, teacher, temperature)
@@ -175,6 +185,7 @@ def agreement(student: np.ndarray, teacher: np.ndarray, max_texts: int = 1000) -
     if student.shape == teacher.shape:
         metrics["cosine"] = float((student * teacher).sum(1).mean())
 
+    # Every pair of different texts once. The number of pairs is quadratic in the number of texts.
     pairs = np.triu_indices(min(len(student), max_texts), 1)
     similarities = [(x[:max_texts] @ x[:max_texts].T)[pairs] for x in (student, teacher)]
     return {**metrics, "spearman": float(spearmanr(*similarities).statistic)}

@@ -51,18 +51,22 @@ def write_card(
     )
 
     counts = result["texts"]
+    # `loss.agreement` compares the pairs of at most 1,000 texts.
     pairs = min(1000, counts["validation"])
     other_names = ", ".join(source.name for source in others)
     explanation = "`validation`: held-out texts of the training sources."
     if other_names:
         explanation += f" Texts of types that the student was not trained on: {other_names}."
     warning = f"**Warning:** {result['warning']}\n\n" if result["warning"] else ""
+
+    # Only --init-from-teacher takes layers of the teacher.
     start = ""
     if result["teacher_layers"]:
         start = (
             f" The blocks were initialized from the layers {listed(result['teacher_layers'])} of "
             f"the teacher, with {options.model.transfer_steps} training steps each."
         )
+
     licenses = [[source.name, source.license or "not stated"] for source in sources]
     losses = (
         f"{loss.cosine_weight:g} x (1 - cosine), {loss.similarity_weight:g} x KL divergence of the "
@@ -118,6 +122,7 @@ def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
 
 def _retrieval_section(comparison: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of the retrieval of teacher, start and student, or "" without one."""
+    # There is no retrieval without --validation-file.
     if "mrr@10" not in comparison["start"]:
         return ""
     rows = []

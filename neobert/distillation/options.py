@@ -84,7 +84,7 @@ class DataOptions(OptionGroup):
 
     title = "Data"
 
-    # Files of texts are identified by their content.
+    # Files of texts are identified by their content, so that their paths do not affect the results.
     texts: list[str | dict[str, Any]] = option(
         help="Files of texts: .jsonl, .parquet, or .txt with one text per line. In a recipe also "
         "mappings with path, column, share, name and license.",

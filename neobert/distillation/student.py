@@ -59,6 +59,8 @@ def build_student(
     else:
         start = _new_student(model, options, teacher)
 
+    # The student has the modules Transformer and Pooling of its start, and those that the
+    # embeddings of the teacher need.
     hidden_size = _encoder(start).config.hidden_size
     parts = [start[0], start[1]]
     if hidden_size != teacher_dim:
@@ -67,6 +69,7 @@ def build_student(
         if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
             parts.append(trained[0])
         else:
+            # An orthogonal map without a bias preserves the lengths and angles of embeddings.
             dense = modules.Dense(
                 hidden_size, teacher_dim, bias=False, activation_function=torch.nn.Identity()
             )
@@ -109,6 +112,7 @@ def _new_student(
     """Return an untrained NeoBERT with the tokenizer of the teacher."""
     tokenizer = teacher.tokenizer
     fields = model.model_config or default_student_config(_encoder(teacher).config)
+    # The vocabulary is that of the teacher, whatever `model_config` contains.
     fields = {
         "max_position_embeddings": 512,
         **fields,
@@ -128,6 +132,7 @@ def _new_student(
             torch.nn.init.zeros_(block.wo.weight)
             torch.nn.init.zeros_(block.ffn.w3.weight)
 
+    # `load_sentence_transformer` adds the pooling to a model that is in a directory.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # `save_pretrained` would write in the main process of a distributed run only.
@@ -156,12 +161,14 @@ def starts_from_teacher(
     model: ModelOptions, options: StudentOptions, teacher: SentenceTransformer
 ) -> bool:
     """Return whether the student's token embeddings are initialized from the teacher."""
+    # The other initializations of a student set its token embeddings, too.
     if options.embeddings_from_teacher is not None:
         return options.embeddings_from_teacher
     if model.init_from or model.init_from_teacher:
         return False
     if not model.model_config:
         return True
+    # Principal components can reduce the dimension of the embeddings, but not increase it.
     student_hidden_size = NeoBERTConfig(**model.model_config).hidden_size
     return student_hidden_size <= _encoder(teacher).config.hidden_size
 
@@ -183,6 +190,7 @@ def embed_single_tokens(teacher: PackedEncoder, count: int) -> np.ndarray:
 
     Each token is alone between the special tokens.
     """
+    # An empty text consists of the special tokens, [CLS] and [SEP].
     (special,) = teacher.tokenize([""])
     return teacher.embed([np.insert(special, len(special) // 2, i) for i in range(count)])
 
@@ -211,7 +219,7 @@ def fit_token_embeddings(
     rows = np.repeat(np.arange(len(tokens)), lengths)
     weights = np.repeat(1 / lengths, lengths)
     columns = np.concatenate(tokens)
-    # Row i of `texts` averages the tokens of text i: texts @ table are the bags of words.
+    # Row i of `texts` averages the tokens of text i, so that texts @ table are the bags of words.
     texts = csr_array((weights, (rows, columns)), (len(tokens), len(single_tokens)))
 
     targets = np.float32(embeddings)
@@ -257,18 +265,23 @@ def take_embeddings(
     target = model.get_input_embeddings().weight
     hidden_size = target.shape[1]
     if hidden_size < table.shape[1]:
+        # eigh returns the eigenvalues in ascending order.
         _, vectors = torch.linalg.eigh(table.double().T @ table.double())
         components = vectors[:, -hidden_size:].flip(1).float()
         table = table @ components
         projection: Any = student[2]
         projection.linear.weight.copy_(components)
 
+    # Every row gets length 1 by a spare coordinate, that with the least information. One very long
+    # row must not make all others short, so that rows beyond the 99.9 % quantile are shortened.
     spare = int(table.square().sum(0).argmin())
     table[:, spare] = 0
     lengths = table.norm(dim=1)
-    # Rows of length 4 and 16 train no better.
+    # Other lengths than 1, such as 4 and 16, do not improve the training.
     table /= torch.maximum(lengths, lengths.quantile(0.999))[:, None]
     table[:, spare] = (1 - table.square().sum(1)).clamp(min=0).sqrt()
+
+    # The student trains on the values that its saved embeddings will have.
     target.copy_(table[: len(target)].to(storage).float())
     model.layer_norm.weight[spare] = 0
 
@@ -289,10 +302,13 @@ def save_student(
     folder = Path(folder)
     save_for_all_versions(student, folder)
     copy_code(folder)
+
+    # sentence-transformers has written float32 weights, which are replaced by those of the options.
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name, tensor in weights.items():
         storage = embedding_dtype if name.endswith("encoder.weight") else dtype
+        # The norms have few weights, so that a larger dtype does not need more storage.
         if storage == "float8" and tensor.dim() == 1:
             storage = "float16"
         weights[name] = tensor.to(STORED_AS[storage])

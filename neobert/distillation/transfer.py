@@ -1,17 +1,18 @@
 """Block-wise transfer: initialize the blocks of a student from layers of a BERT teacher.
 
-A BERT layer has LayerNorm behind each residual connection, biases, GELU and learned positions; a
-NeoBERT block has RMSNorm in front, no biases, SwiGLU and RoPE. No formula maps the weights of one
-onto the other. Here, the teacher and the student run on the same texts, and the blocks are
-initialized one after the other, in the order of a forward pass:
+A BERT layer has biases, GELU, learned positions, and LayerNorm after each residual connection. A
+NeoBERT block has SwiGLU, RoPE, RMSNorm before attention and feed-forward, and no biases. No formula
+converts the weights of a layer to those of a block. Instead, the teacher and the student run on the
+same texts, and the blocks are initialized one after the other, in the order of a forward pass:
 
-1. Each matrix is the ridge regression of what the teacher computes at that place on what the
-   student computes there, so that a matrix corrects the errors of those before it.
-2. Queries and keys are trained to give the attention probabilities of the teacher, because RoPE has
-   to replace the learned positions.
-3. The block is trained to give the hidden states of the teacher, per token.
+1. Each matrix is fitted by ridge regression: the inputs are those of the student, the targets are
+   the corresponding values of the teacher. A matrix therefore corrects the errors of the matrices
+   before it.
+2. Queries and keys are trained to reproduce the attention probabilities of the teacher, because
+   RoPE replaces the learned positions.
+3. The block is trained to reproduce the hidden states of the teacher for every token.
 
-Nothing is back-propagated through more than one block.
+Gradients are back-propagated through one block at a time.
 """
 
 import logging
@@ -36,7 +37,7 @@ logger = logging.getLogger("neobert.distillation")
 GELU_SLOPE = 1.702
 # Ridge penalty, relative to the mean square of an input.
 RIDGE = 1e-3
-# Tokens by which the matrices are fitted, and of a training step.
+# Minimum number of tokens that the matrices are fitted on, and number of tokens per training step.
 FITTED_TOKENS = 60_000
 BATCH_TOKENS = 2_048
 # Learning rates relative to the root mean square of a matrix.
@@ -88,6 +89,8 @@ class TeacherLayers:
     def __init__(self, teacher: SentenceTransformer, layers: Sequence[int]) -> None:
         model: Any = teacher[0].auto_model
         config = model.config
+        # transformers 5 has no such field in the configuration of BERT, whose positions are
+        # learned.
         positions = getattr(config, "position_embedding_type", "absolute")
         if config.model_type != "bert" or positions != "absolute" or config.hidden_act != "gelu":
             raise UserError(
@@ -95,23 +98,27 @@ class TeacherLayers:
                 f"{config.model_type} with {config.hidden_act} and {positions} positions. Remove "
                 "--init-from-teacher."
             )
+
         count = config.num_hidden_layers
         if not layers or not all(0 <= layer < count for layer in layers):
             raise UserError(
                 f"`teacher_layers` must be between 0 and {count - 1}, the layers of the teacher, "
                 f"got {list(layers)}."
             )
+
         self.config = config
         self.numbers = list(layers)
         self.embeddings = model.embeddings
         self.layers: list[Any] = [model.encoder.layer[layer] for layer in layers]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states in front of the first layer, (B, L, D)."""
+        """Return the hidden states before the first layer, (B, L, D)."""
         return self.embeddings(input_ids=token_ids)
 
     def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states behind a layer, (B, L, D)."""
+        """Return the hidden states after a layer, (B, L, D)."""
+        # The layer is computed here, without its dropout and its attention mask: texts of a batch
+        # have equal lengths.
         attended = hidden + self.attention(layer, hidden)
         attended = layer.attention.output.LayerNorm(attended)
         inner = F.gelu(layer.intermediate.dense(attended))
@@ -136,6 +143,7 @@ class TeacherLayers:
     def token_table(self) -> torch.Tensor:
         """Return the input embeddings of all tokens, averaged over positions, (V, D)."""
         words = self.embeddings.word_embeddings.weight
+        # Texts have the token type 0.
         words = words + self.embeddings.token_type_embeddings.weight[0]
         count = min(POSITIONS, len(self.embeddings.position_embeddings.weight))
 
@@ -163,6 +171,8 @@ def select_layers(
             "--init-from-teacher needs a student with the vocabulary of the teacher, got another "
             "one. Remove --init-from-teacher."
         )
+
+    # The student reproduces hidden states, so that its pooling must be that of the teacher, too.
     expected = str(getattr(teacher[1], "pooling_mode", None))
     pooling = str(getattr(student[1], "pooling_mode", None))
     if pooling != expected:
@@ -170,6 +180,7 @@ def select_layers(
             f"`pooling` must be {expected}, that of the teacher, for --init-from-teacher, got "
             f"{pooling}. Pass --pooling {expected}."
         )
+
     student_model: Any = student[0].auto_model
     teacher_model: Any = teacher[0].auto_model
     if not layers:
@@ -188,6 +199,8 @@ def check_student(student: nn.Module, teacher: TeacherLayers) -> None:
         teacher: Layers of the teacher.
     """
     config: Any = student.config
+    # Queries, keys and values are fitted head by head, and the residual stream is that of the
+    # teacher.
     for name in ("hidden_size", "num_attention_heads"):
         expected = getattr(teacher.config, name)
         value = getattr(config, name)
@@ -196,11 +209,13 @@ def check_student(student: nn.Module, teacher: TeacherLayers) -> None:
                 f"`{name}` of the student must be {expected}, that of the teacher, for "
                 f"--init-from-teacher, got {value}. Change `model_config`."
             )
+
     if config.num_hidden_layers != len(teacher.layers):
         raise UserError(
             f"`teacher_layers` must name one layer per block of the student, "
             f"{config.num_hidden_layers}, got {len(teacher.layers)}."
         )
+    # The methods of `BlockTransfer` compute the parts of a block themselves.
     if block_type(config) != STANDARD_BLOCK:
         raise UserError(
             "`model_config` must have SwiGLU, RMSNorm and RoPE for --init-from-teacher. Remove "
@@ -226,6 +241,7 @@ def initialize_blocks(
         storage: Dtype that the token embeddings are rounded to before the blocks are fitted.
         bf16: Whether to train in bfloat16 with autocast.
     """
+    # `stream` contains hidden states of the student, `before` and `after` those of the teacher.
     with torch.no_grad():
         student.encoder.weight.copy_(teacher.token_table().to(storage).float())
         stream = [student.encoder(token_ids) for token_ids in batches]
@@ -251,6 +267,8 @@ def initialize_blocks(
             100 * unexplained_variance(stream, after),
         )
         before = after
+
+    # The last norm gives every hidden state the mean length of those of the teacher.
     with torch.no_grad():
         student.layer_norm.weight.fill_(float(_flat(after).square().mean().sqrt()))
 
@@ -262,9 +280,9 @@ class BlockTransfer:
         block: Block of the student.
         layer: Layer of the teacher.
         teacher: Layers of the teacher.
-        stream: Hidden states of the student in front of the block, (B, L, D) per batch.
-        before: Hidden states of the teacher in front of the layer.
-        after: Hidden states of the teacher behind the layer.
+        stream: Hidden states of the student before the block, (B, L, D) per batch.
+        before: Hidden states of the teacher before the layer, (B, L, D) per batch.
+        after: Hidden states of the teacher after the layer, (B, L, D) per batch.
     """
 
     def __init__(
@@ -282,6 +300,7 @@ class BlockTransfer:
         self.stream = stream
         self.before = before
         self.after = after
+
         # The matrices are fitted on the first batches; about 60,000 tokens determine them well.
         tokens = 0
         self.fitted = 0
@@ -297,9 +316,12 @@ class BlockTransfer:
         block.attention_norm.weight.fill_(1)
         block.ffn_norm.weight.fill_(1)
 
+        # Both models see the same texts, so that row i of the inputs and of the targets is one
+        # token.
         inputs = _flat([_normalize(hidden) for hidden in self.stream[: self.fitted]])
         teacher_inputs = _flat(self.before[: self.fitted])
         projections = self.layer.attention.self
+
         query, key, value = (
             ridge(inputs, linear(teacher_inputs)).unflatten(0, (block.num_heads, -1))
             for linear in (projections.query, projections.key, projections.value)
@@ -326,6 +348,8 @@ class BlockTransfer:
         The gates are the neurons of the teacher with the largest influence on its output. The
         values are a constant, so that SwiGLU becomes GELU.
         """
+        # The output of the attention leads from the states of the student to those of the teacher
+        # after the attention, so that it also corrects the difference of the residual streams.
         block = self.block
         layer = self.layer
         stream = self.stream[: self.fitted]
@@ -338,6 +362,7 @@ class BlockTransfer:
         )
         block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(stream)))
 
+        # The influence of a neuron is its deviation over tokens times the length of its output.
         states = _flat([hidden + block.wo(output) for hidden, output in zip(stream, outputs)])
         inputs = _normalize(states)
         inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
@@ -345,17 +370,20 @@ class BlockTransfer:
         size = block.ffn.w3.in_features
         chosen = influence.argsort(descending=True)[:size]
 
+        # silu(GELU_SLOPE * z) * (1 / GELU_SLOPE) is approximately GELU(z). A ridge regression gives
+        # the constant, because the block has no biases.
         gate = ridge(inputs, GELU_SLOPE * inner[:, chosen])
         constant = inputs.new_full((len(inputs), 1), 1 / GELU_SLOPE)
         value = ridge(inputs, constant).expand_as(gate)
-        # Neurons of a wider student that have no partner start without an effect.
+        # Neurons of a larger student that have no counterpart start without an effect.
         count = len(chosen)
         block.ffn.w12.weight[:count] = gate
         block.ffn.w12.weight[size : size + count] = value
         block.ffn.w3.weight.zero_()
 
         activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
-        # The next norm removes the length of a state, so the target has the nearest length.
+        # The next norm removes the length of a state, so that the target may have any length. The
+        # nearest one is the easiest to fit.
         target = _flat(self.after[: self.fitted])
         target = target * nearest_length(target, states)
         block.ffn.w3.weight[:, :count] = ridge(activations, target - states)
@@ -376,6 +404,8 @@ class BlockTransfer:
                 output = block.wo(_merge(logits.softmax(-1).to(value.dtype) @ value))
                 states = hidden + output
                 states = states + block.ffn(_normalize(states))
+
+            # Coordinates have very different variances, and are weighted equally.
             target = self.after[number]
             states = states.float()
             error = (states * nearest_length(states, target) - target) / deviation
@@ -403,6 +433,7 @@ class BlockTransfer:
 
     def _attention_loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
         """Return the mean KL divergence from the attention of the teacher over all rows."""
+        # Logarithms remain exact for probabilities that are too small for float32.
         with torch.no_grad():
             target = self.teacher.attention_logits(self.layer, self.before[number]).log_softmax(-1)
         divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True)
@@ -427,6 +458,9 @@ def train(
     """
     if not steps:
         return
+
+    # Adam changes every value by about the learning rate, so that it is relative to the size of the
+    # values.
     groups = []
     for weight in weights:
         scale = float(weight.detach().square().mean().sqrt())
@@ -437,17 +471,22 @@ def train(
         return min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+
     generator = np.random.default_rng(0)
     order: list[int] = []
     for _ in range(steps):
+        # Every batch is used once before the next permutation starts.
         if not order:
             order = generator.permutation(batch_count).tolist()
         value = loss(order.pop())
+        # Unlike `backward`, this leaves the other parameters of the model without gradients.
         gradients = torch.autograd.grad(value, weights)
         for weight, gradient in zip(weights, gradients):
             weight.grad = gradient
         optimizer.step()
         scheduler.step()
+
+    # The student must not start its distillation with these gradients.
     for weight in weights:
         weight.grad = None
 
@@ -455,7 +494,7 @@ def train(
 def order_by_energy(
     query: torch.Tensor, key: torch.Tensor, inputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries and keys of each head so that RoPE disturbs their products least.
+    """Transform queries and keys of each head so that RoPE changes their products least.
 
     The products do not change if both are multiplied by a matrix and its inverse. Here the
     dimensions of a head become the singular directions of its products. RoPE rotates the last pairs
@@ -469,6 +508,8 @@ def order_by_energy(
     Returns:
         Rows of the queries and of the keys, (H, K, D) each.
     """
+    # The products are inputs @ query.T @ key @ inputs.T. The SVD of query.T @ key by two QR
+    # decompositions needs (K, K) matrices only instead of (D, D).
     inputs = inputs.double()
     rows: list[tuple[torch.Tensor, torch.Tensor]] = []
     for head_query, head_key in zip(query.double(), key.double()):
@@ -491,6 +532,7 @@ def ridge(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inputs: Inputs, (T, D).
         targets: Targets, (T, E).
     """
+    # The normal equations need (D, D) matrices only, and lose half of the digits: hence float64.
     inputs = inputs.double()
     products = inputs.T @ inputs
     products.diagonal().add_(RIDGE * products.diagonal().mean())
@@ -521,6 +563,7 @@ def equal_lengths(
         token_count: Number of tokens of all batches.
         batch_tokens: Number of tokens of a batch.
     """
+    # Texts wait for others of their length, in a random order because files may be sorted.
     order = np.random.default_rng(0).permutation(len(tokens))
     waiting: dict[int, list[np.ndarray]] = {}
     for number in order:
@@ -532,6 +575,7 @@ def equal_lengths(
             token_count -= len(rows) * len(ids)
             if token_count <= 0:
                 return
+    # All texts have been read: the incomplete batches are used, too.
     for rows in waiting.values():
         yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -547,5 +591,5 @@ def _merge(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _normalize(states: torch.Tensor) -> torch.Tensor:
-    """Return what a norm of weight 1 makes of hidden states, (..., D)."""
+    """Return hidden states after an RMSNorm with weight 1, (..., D)."""
     return F.rms_norm(states, states.shape[-1:], eps=1e-6)
