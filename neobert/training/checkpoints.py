@@ -58,6 +58,7 @@ else:
 @functools.cache
 def _gloo_group() -> "distributed.ProcessGroup":
     """Return a group of all processes whose messages do not wait for a GPU."""
+    # All processes must create a group together, which takes time, so there is only one.
     return distributed.new_group(backend="gloo")
 
 
@@ -70,7 +71,7 @@ def is_main() -> bool:
     return not _is_distributed() or distributed.get_rank() == 0
 
 
-def highest(value: int) -> int:
+def max_over_processes(value: int) -> int:
     """Return the maximum of an integer over all processes. All of them must call this function."""
     if not _is_distributed():
         return value
@@ -90,15 +91,18 @@ def on_main(function: Callable[[], ValueT]) -> ValueT:
             SystemExit, so that one message is printed.
     """
     error: Exception | None = None
+    # Result of the function, and whether the function has failed. A list, because
+    # broadcast_object_list replaces the items of a list.
     outcome: list[Any] = [None, False]
     if is_main():
         try:
             outcome[0] = function()
-        except Exception as caught:
-            error = caught
+        except Exception as exception:
+            # Python deletes the name after `as` at the end of the block.
+            error = exception
             outcome[1] = True
 
-    # The other processes wait here, and learn of an error instead of waiting forever.
+    # The other processes wait here, and receive an error instead of waiting forever.
     if _is_distributed():
         distributed.broadcast_object_list(outcome, src=0, group=_gloo_group())
     value, has_failed = outcome
@@ -119,6 +123,7 @@ def claim(output: Output) -> Iterator[None]:
         def enter() -> None:
             stack.enter_context(output.claim())
 
+        # The main process holds the lock until the end of the block.
         on_main(enter)
         yield
 
@@ -158,12 +163,17 @@ def check_checkpoint(checkpoint: Path) -> None:
     json.loads((checkpoint / _STATE).read_text())
     for path in checkpoint.rglob("*.safetensors"):
         try:
-            safe_open(path, "pt")  # the header contains the size of the file
+            # The header contains the size of the file, which is compared when the file is opened.
+            safe_open(path, "pt")
         except SafetensorError as error:
             raise ValueError(f"{path.name}: {one_line(error, 80)}") from None
+
+    # PyTorch writes ZIP archives, whose directory is at the end of the file.
     for path in (*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")):
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{path.name} is truncated")
+
+    # DeepSpeed writes the state of the optimizer to a directory global_step*.
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
         raise ValueError("the state of the optimizer is missing")
 
@@ -219,6 +229,7 @@ def remove_old(
         keep_every: Number of steps between two checkpoints that are kept; 0 for none.
         best: Step of the best checkpoint, which is kept.
     """
+    # Steps are in ascending order, so the last ones are the newest.
     saved = checkpoints(folder)
     for step in list(saved)[:-limit] if limit else []:
         is_kept = bool(keep_every) and step % keep_every == 0
@@ -229,6 +240,7 @@ def remove_old(
 def remove_checkpoints(folder: Path | str) -> None:
     """Remove the checkpoints of a finished run. TensorBoard logs are moved to `runs` next to it."""
     folder = Path(folder)
+    # Trainer writes TensorBoard logs into the directory of the checkpoints.
     for log in sorted(folder.glob("runs/*")):
         target = folder.parent / "runs" / log.name
         target.parent.mkdir(exist_ok=True)
@@ -316,11 +328,11 @@ def training_time(trainer: Trainer) -> dict[str, float]:
     return {"seconds": 0.0, "cpu_seconds": 0.0}
 
 
-class _NothingLeft(Exception):
-    """Raised if the checkpoint is that of the last step; Trainer would train one more step."""
+class _AlreadyTrained(Exception):
+    """Raised if a run resumes after its last step. Trainer would train one more step."""
 
 
-class _Run(TrainerCallback):
+class _RunCallback(TrainerCallback):
     """Callback that saves and stops on SIGTERM, and removes old checkpoints.
 
     Old checkpoints are removed after all processes have written the new one.
@@ -331,7 +343,7 @@ class _Run(TrainerCallback):
         self.keep_every = keep_every
         self.received_signal = False
         self.stopped = False
-        self.handler: Any = None
+        self.previous_handler: Any = None
 
     def on_train_begin(
         self,
@@ -348,12 +360,12 @@ class _Run(TrainerCallback):
         # A previous process may have been killed before it removed old checkpoints.
         self.on_save(args, state, control)
         if 0 < state.max_steps <= state.global_step:
-            raise _NothingLeft
+            raise _AlreadyTrained
 
-        # Trainer's enable_jit_checkpoint has installed a handler before, which would end the
-        # training without telling the command that the run is not finished.
+        # The handler of Trainer's enable_jit_checkpoint would end the training as if the run were
+        # finished, so it is replaced. Python sets signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
-            self.handler = signal.signal(signal.SIGTERM, self.note)
+            self.previous_handler = signal.signal(signal.SIGTERM, self.handle_signal)
 
     def on_step_end(
         self,
@@ -362,7 +374,8 @@ class _Run(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if highest(int(self.received_signal)):
+        # Processes receive the signal at different times, but must stop after the same step.
+        if max_over_processes(int(self.received_signal)):
             # With save_strategy "best" an evaluation at this step decides whether it is saved;
             # otherwise the run resumes from an older one.
             control.should_log = True
@@ -382,8 +395,8 @@ class _Run(TrainerCallback):
             best = getattr(state, "best_global_step", None)
             remove_old(checkpoint_folder(args), self.limit, self.keep_every, best)
 
-    def note(self, *_: Any) -> None:
-        """Handle SIGTERM."""
+    def handle_signal(self, *_: Any) -> None:
+        """Record that SIGTERM was received; the run stops at the end of the step."""
         self.received_signal = True
 
 
@@ -396,8 +409,10 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap is kept
+        # M_MMAP_MAX is -4: large blocks come from the heap, and not from mappings of their own.
+        mallopt(-4, 0)
+        # M_TRIM_THRESHOLD is -1: the top of the heap is never returned to the system.
+        mallopt(-1, -1)
 
 
 def train(trainer: RunTrainer, keep_every: int = 0) -> None:
@@ -412,10 +427,11 @@ def train(trainer: RunTrainer, keep_every: int = 0) -> None:
 
     Raises:
         Stopped: If SIGTERM was received. The caller must not write its result.
-        UserError: If the run has diverged, or a process does not find the checkpoint.
+        UserError: If the run has diverged, or the checkpoint does not exist on every machine.
     """
     args = trainer.args
     output_dir = checkpoint_folder(args)
+    # One process selects the checkpoint, so that all of them resume from the same step.
     step = on_main(lambda: _step_to_resume(output_dir))
     checkpoint = None if step is None else output_dir / f"checkpoint-{step}"
     if checkpoint is not None and not checkpoint.is_dir():
@@ -429,22 +445,22 @@ def train(trainer: RunTrainer, keep_every: int = 0) -> None:
         trainer.on_resume(checkpoint)
 
     # Trainer itself would remove old checkpoints before all processes have written the new one.
-    run = _Run(args.save_total_limit, keep_every)
+    callback = _RunCallback(args.save_total_limit, keep_every)
     args.save_total_limit = None
-    trainer.add_callback(run)
+    trainer.add_callback(callback)
     trainer._last_clock = (time.perf_counter(), time.process_time())
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except _NothingLeft:
-        _end(trainer)
+    except _AlreadyTrained:
+        _finish_training(trainer)
     finally:
         # A callback of Trainer may have restored its own handler.
-        if signal.getsignal(signal.SIGTERM) == run.note:
-            signal.signal(signal.SIGTERM, run.handler)
-        trainer.remove_callback(run)
-        args.save_total_limit = run.limit
+        if signal.getsignal(signal.SIGTERM) == callback.handle_signal:
+            signal.signal(signal.SIGTERM, callback.previous_handler)
+        trainer.remove_callback(callback)
+        args.save_total_limit = callback.limit
 
-    if run.stopped:
+    if callback.stopped:
         state = trainer.state
         message = (
             f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}. Run the "
@@ -453,8 +469,8 @@ def train(trainer: RunTrainer, keep_every: int = 0) -> None:
         raise Stopped(message if is_main() else "")
 
 
-def _end(trainer: RunTrainer) -> None:
-    """Do what Trainer does after its last step, for a run that has taken its last step before."""
+def _finish_training(trainer: RunTrainer) -> None:
+    """Finish a run that was interrupted after its last step, as Trainer finishes its training."""
     trainer.is_in_train = False
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()

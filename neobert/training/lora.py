@@ -75,6 +75,8 @@ def head_modules(model: "PreTrainedModel", missing_keys: Iterable[str] = ()) -> 
         missing_keys: Parameters that the checkpoint of the model does not contain, such as those of
             a new pooler within the backbone.
     """
+    # PEFT freezes all weights without an adapter. New layers must be trained in full, as their
+    # weights are random.
     backbone = model.base_model_prefix
     heads = {
         name
@@ -135,7 +137,7 @@ def lora_config(
     require("peft", "peft")
     from peft import LoraConfig
 
-    # The names of linear layers, where the default fits the architecture of the model.
+    # PEFT itself finds all linear layers. Other targets become a list of layer names.
     if targets == "auto":
         targets = default_targets(model.config)
     elif isinstance(targets, str) and targets != "all-linear":
@@ -166,16 +168,16 @@ def _check_targets(model: "nn.Module", targets: Sequence[str]) -> None:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, nn.Embedding))
     ]
-    known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+    layer_names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     if not targets:
         raise UserError(
-            f"`lora_targets` must name at least one layer. Layers of the model: {known}."
+            f"`lora_targets` must name at least one layer. Layers of the model: {layer_names}."
         )
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             raise UserError(
                 f"LoRA target {target!r} is not a linear layer or embedding of this model. Layers "
-                f"of the model: {known}."
+                f"of the model: {layer_names}."
             )
 
 
@@ -198,5 +200,6 @@ def save_adapter_and_merge(model: "PeftModel", adapter_folder: str | Path) -> An
     Returns:
         The model of transformers without the adapter.
     """
+    # Merging removes the adapter from the model, so the adapter is saved first.
     model.save_pretrained(str(adapter_folder))
     return model.merge_and_unload()

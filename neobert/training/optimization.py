@@ -29,7 +29,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters with weight decay: matrices, but no norms and biases."""
+    """Return the names of the parameters with weight decay: matrices, but no norms or biases."""
     return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
 
@@ -49,19 +49,23 @@ def make_schedule(
         schedule: Trainer's `lr_scheduler_type`.
         optimizer: Optimizer; the schedule is stepped once per optimizer step.
         warmup_steps: Number of warmup steps.
-        max_steps: Number of steps in all.
+        max_steps: Total number of steps.
         kwargs: Trainer's `lr_scheduler_kwargs`.
 
     Raises:
         TypeError: If transformers does not accept `kwargs`.
-        ValueError: If transformers does not know the schedule.
+        ValueError: If transformers has no schedule of this name.
     """
+    # `get_scheduler` passes the number of steps to every schedule, so the warning appears for each
+    # explicit `num_stable_steps`.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
         scheduler = get_scheduler(schedule, optimizer, warmup_steps, max_steps, dict(kwargs or {}))
     if schedule != SchedulerType.WARMUP_STABLE_DECAY:
         return scheduler
 
+    # All parameter groups have the same schedule. The new schedule replaces the steps of the
+    # warmup.
     (factor, *_) = scheduler.lr_lambdas
     return LambdaLR(
         optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step)

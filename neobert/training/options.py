@@ -20,7 +20,7 @@ ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 # cannot use the kernels for packed batches.
 BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 
-# Bounds of options that Trainer accepts as they are, and fails with after work has begun.
+# Bounds of options that Trainer does not check. Values out of range fail after the work has begun.
 _BOUNDS = {
     "num_train_epochs": Annotated[float, Meta(gt=0)],
     "per_device_train_batch_size": Annotated[int, Meta(ge=1)],
@@ -67,9 +67,10 @@ def check_services(options: Mapping[str, Any]) -> None:
     if options.get("push_to_hub"):
         from huggingface_hub import HfApi
 
+        # huggingface_hub and httpx raise several types of errors.
         try:
             HfApi().whoami()
-        except Exception as error:  # huggingface_hub and httpx raise several types
+        except Exception as error:
             raise UserError(
                 f"`push_to_hub` needs a connection to the Hub and a valid token: "
                 f"{one_line(error)}. Run `hf auth login`, or omit --push-to-hub."
@@ -116,10 +117,13 @@ def training_arguments(
 
     options = dict(options)
     if token := options.pop("hub_token", None):
-        # Trainer writes its arguments into every checkpoint; huggingface_hub reads the variable.
+        # Trainer writes its arguments into every checkpoint, so the token must not be one of them.
+        # huggingface_hub reads the variable.
         os.environ["HF_TOKEN"] = token
     if "output_dir" in options:
         raise UserError("`output_dir` is set by this command. Pass --output instead.")
+
+    # A recipe may set a fixed option to the value of the command.
     for name, value in fixed.items():
         if name not in options or options[name] == value:
             continue
@@ -132,6 +136,7 @@ def training_arguments(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
         )
 
+    # The user may override `use_cpu`, but not the fixed options.
     values = {"use_cpu": not torch.accelerator.is_available(), **options, **fixed}
     check_trainer_options(values)
     check_services(values)

@@ -72,7 +72,7 @@ def run_once(
         logger.info("%s: the run has already finished. Nothing is written.", output.folder)
     else:
         with claim(output):
-            # Another process may have finished the run since the first look. Trainer and DeepSpeed
+            # Another process may have finished the run since the first check. Trainer and DeepSpeed
             # print their progress, but stdout is for results.
             if on_main(output.state) != "finished":
                 with contextlib.redirect_stdout(sys.stderr):
@@ -97,6 +97,8 @@ def _train_and_save(
     with _final_files(output, trainer) as folder:
         content = save(trainer, folder)
 
+    # result.json is the last file: a run with this file has finished. The other processes wait for
+    # it, because they read it afterwards.
     if is_main():
         defaults = {**training_time(trainer), "environment": run_environment(trainer.args)}
         output.finish(**{**defaults, **content})

@@ -21,7 +21,7 @@ logger = logging.getLogger("neobert")
 class RunReport(TrainerCallback):
     """Callback that logs the size of a run before the first step, and an estimate of its duration.
 
-    The callback reads no random numbers and does not wait for the device, so the run is unchanged.
+    The callback uses no random numbers and does not wait for the device, so the run is unchanged.
 
     Args:
         sequences: Number of training sequences. By default the length of the training dataset;
@@ -54,6 +54,7 @@ class RunReport(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Log steps, epochs, sequences, batch size and learning rate."""
+        # A resumed run is timed again, possibly on another machine.
         self.first_step = state.global_step + 1
         self.evaluated = False
         if state.is_world_process_zero and state.global_step < state.max_steps:
@@ -72,10 +73,11 @@ class RunReport(TrainerCallback):
         if state.global_step != self.first_step + self.measured_steps:
             return
 
-        # The first step is not measured: it compiles, allocates and fills caches.
+        # The timed steps begin after the first step, which compiles, allocates and fills caches.
         remaining_steps = state.max_steps - state.global_step
         if state.is_world_process_zero and remaining_steps > 0:
             step_seconds = (time.monotonic() - self.start_time) / self.measured_steps
+            # Without an evaluation among the timed steps, the duration of evaluations is unknown.
             excluded = args.eval_strategy != "no" and not self.evaluated
             logger.info(
                 "Estimated time for the remaining %s steps%s: %s",
@@ -106,6 +108,7 @@ def describe_run(
     parts = [f"{state.max_steps:,} steps"]
 
     if epochs is None and train_dataloader is not None and has_length(train_dataloader):
+        # The last step of an epoch may have fewer micro-batches than the others.
         steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
         epochs = state.max_steps / steps_per_epoch
     if epochs is not None:
@@ -120,6 +123,7 @@ def describe_run(
         parts.append(f"{sequences:,} sequences")
 
     parts.append(f"learning rate {args.learning_rate:g}")
+    # The warmup may be set as a number of steps or as a fraction.
     warmup_steps = args.get_warmup_steps(state.max_steps)
     if warmup_steps > 0:
         parts.append(f"warmup {warmup_steps:,} steps")
