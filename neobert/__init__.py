@@ -1,4 +1,4 @@
-"""NeoBERT (arXiv 2502.19587).
+"""NeoBERT encoder (arXiv 2502.19587).
 
 Importing this package makes the Auto classes of transformers load NeoBERT without
 `trust_remote_code`. torch and transformers are imported when a class is first used.
@@ -24,6 +24,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    # Python calls this function for names that the module does not define yet.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_MODULES.get(name, 'modeling_neobert')}", __name__)

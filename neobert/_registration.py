@@ -18,6 +18,7 @@ _MODEL_FILES = tuple(
 
 def register_with_transformers() -> None:
     """Register the NeoBERT classes now, or as soon as transformers is imported."""
+    # Finders are asked in order, and the regular one would end the search.
     sys.meta_path.insert(0, _ImportHook)
     _ImportHook.register_if_complete()
 
@@ -34,6 +35,7 @@ def _register() -> None:
         fast_tokenizer_class=transformers.BertTokenizerFast,  # type: ignore[attr-defined]
         exist_ok=True,
     )
+    # AutoConfig is registered by the model type above, and the other classes by the configuration.
     for auto_class, path in AUTO_MAP.items():
         file, name = path.split(".")
         if auto_class != "AutoConfig":
@@ -55,11 +57,13 @@ class _ImportHook:
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # The result is that of the regular finder, with a loader that also registers the classes.
         spec = PathFinder.find_spec(name, path) if name in cls.watched else None
         if spec is None or spec.loader is None:
             return None
         exec_module = spec.loader.exec_module
 
+        # The modules import each other: only the end of the outermost import completes all of them.
         def exec_module_and_register(module: ModuleType) -> None:
             cls.imports_in_progress += 1
             try:
@@ -73,6 +77,7 @@ class _ImportHook:
 
     @classmethod
     def register_if_complete(cls) -> None:
+        # Every class is registered at once, so the hook has no further purpose.
         if cls.imports_in_progress == 0 and "transformers" in sys.modules:
             sys.meta_path.remove(cls)
             _register()

@@ -20,22 +20,23 @@ class Command:
         topic: Heading in `neobert --help`.
         about: Short description.
         module: Module whose `main(argv)` runs the command. The `options` module of the same
-            package provides `--help`, and imports neither torch nor transformers.
-        needs: Extra of setup.cfg and the modules that it installs; checked before the command is
-            imported.
+            subpackage provides `--help`, and imports neither torch nor transformers.
+        requirements: Arguments of `require`: an extra of setup.cfg, and the modules that it
+            installs. They are checked before the command is imported.
     """
 
     topic: str
     about: str
     module: str
-    needs: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
 
     @property
-    def room(self) -> str:
-        """Name of the command's package."""
+    def package(self) -> str:
+        """Name of the subpackage that contains the command."""
         return self.module.partition(".")[0]
 
 
+# Requirements that several commands share: an extra of setup.cfg, and modules.
 _TRAIN = ("train", "accelerate", "datasets")
 _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
@@ -120,7 +121,7 @@ COMMANDS = {
         ("eval", "accelerate", "matplotlib"),
     ),
     "throughput": Command(
-        "Benchmark", "Measure tokens per second beside other encoders", "throughput.command"
+        "Benchmark", "Compare tokens per second with other encoders", "throughput.command"
     ),
 }
 
@@ -133,6 +134,7 @@ def usage() -> str:
         "       neobert <command> --help",
         "       neobert --version",
     ]
+    # The commands of a topic are consecutive in the table, as `groupby` requires.
     for topic, entries in itertools.groupby(COMMANDS.items(), lambda item: item[1].topic):
         lines += [
             "",
@@ -149,6 +151,7 @@ def usage() -> str:
 
 def _leave_process_group() -> None:
     """Leave the process group of torchrun, whose threads could abort the interpreter's exit."""
+    # A command that has not imported torch has no process group.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -179,14 +182,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    """Run a command. `--help` is answered without importing the command's dependencies."""
+    """Run a command, or print its help without importing the dependencies of the command."""
     command = COMMANDS[name]
+    # The options do not depend on torch, so that the help is fast and needs no extra.
     if {"-h", "--help"} & set(arguments):
-        options = importlib.import_module(f".{command.room}.options", __package__).OPTIONS[name]
+        options = importlib.import_module(f".{command.package}.options", __package__).OPTIONS[name]
         print(options.help(arguments))
         return 0
-    if command.needs:
-        require(*command.needs)
+
+    # A missing package is reported before the imports, which take seconds.
+    if command.requirements:
+        require(*command.requirements)
     try:
         code = importlib.import_module(f".{command.module}", __package__).main(arguments)
     except Stopped:

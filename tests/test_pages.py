@@ -53,7 +53,7 @@ def options_of(words):
     if words[1:3] == ["-m", "benchmarks.local_tasks"]:
         words = ["neobert", "mteb"]
     if words[0] == "neobert":
-        options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[
+        options = importlib.import_module(f"neobert.{COMMANDS[words[1]].package}.options").OPTIONS[
             words[1]
         ]
         options = options[words[2]] if words[1] == "export" else options

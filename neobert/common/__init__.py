@@ -1,3 +1,3 @@
-"""Code that several commands share. Imports no other room, only the configuration of the model."""
+"""Code that several commands share. Of the package, it only imports the model's configuration."""
 
 __version__ = "0.1.0"

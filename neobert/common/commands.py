@@ -45,9 +45,11 @@ def guarded(name: str, run: Callable[[], int | None]) -> int:
             return 141
         print(f"{name}: {_message(error)}", file=sys.stderr)
         return 2
+    # The application has chosen the exit code itself.
     except SystemExit:
         raise
     except Stopped as stopped:
+        # Only the main process of a distributed run has a message.
         if str(stopped):
             print(f"{name}: {printable(stopped)}", file=sys.stderr)
         return 143
@@ -88,6 +90,7 @@ def _message(error: BaseException) -> str:
         path = getattr(error, "filename", None)
         return f"{reason}." if path is None else f"{path}: {reason}."
 
+    # `require` writes complete sentences with the command to run, so that no advice follows.
     if isinstance(error, ImportError):
         return f"{one_line(error, LONGEST)}."
     return (
@@ -103,6 +106,7 @@ def _stdout_is_closed() -> bool:
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
+    # Without a requested event, poll still reports POLLERR, which a pipe without a reader has.
     if not poll.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -77,6 +77,7 @@ def files(source: str | Path) -> list[File]:
             read.
     """
     source = str(source).rstrip("/")
+    # A pipe exists and is neither a file nor a directory. A glob or a URL does not exist.
     is_stored = os.path.isfile(source) or os.path.isdir(source)
     if source in ("-", "/dev/stdin") or (os.path.exists(source) and not is_stored):
         raise UserError(
@@ -106,8 +107,11 @@ def files(source: str | Path) -> list[File]:
 def _find_files(source: str) -> list[File]:
     """Return the files of a source with a known format, sorted by name."""
     filesystem, path = fsspec.url_to_fs(source)
+    # fsspec caches listings of directories: files that were added since would be missing.
     filesystem.invalidate_cache()
 
+    # `base` is the folder of the source as the user wrote it, and `path` the same folder in the
+    # notation of the file system, which has no protocol such as s3://.
     base = source
     if filesystem.isfile(path):
         infos = {path: filesystem.info(path)}
@@ -198,6 +202,7 @@ def numbered_rows(
     Raises:
         UserError: If the file is damaged or lacks a column.
     """
+    # Parquet files are decoded in blocks by Arrow, all other formats row by row.
     read = _parquet_rows if file.format == ".parquet" else _text_rows
     parse = _PARSERS.get(file.format, _unchanged)
     number = -1
@@ -244,6 +249,7 @@ def count_rows(file: File) -> int:
     if file.format == ".parquet":
         with _parquet(file) as table:
             return table.metadata.num_rows
+    # Rows are separated, but not decoded.
     return sum(1 for _ in numbered_rows(file, wanted=lambda number: False))
 
 
@@ -265,6 +271,7 @@ def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> d
     if missing:
         names = listed(map(str, row)) or "none"
         raise ValueError(f"there is no column {missing[0]!r}. Columns: {names}")
+    # Values of csv files are always text, those of jsonl and parquet may be numbers or null.
     for name in texts:
         if not isinstance(row[name], str):
             value = shortened(json.dumps(row[name], default=str), 60)
@@ -294,10 +301,13 @@ def _text_rows(
     """Yield the lines that are not blank, or the rows of a table."""
     with fsspec.open(file.url, "rb", compression="infer") as binary:
         is_table = file.format in (".csv", ".tsv")
+        # utf-8-sig removes the byte order mark that Excel writes. The csv module finds line ends
+        # itself, because quoted texts may contain them.
         with io.TextIOWrapper(binary, "utf-8-sig", newline="" if is_table else "\n") as lines:
             if not is_table:
                 yield from (line for line in lines if not line.isspace())
                 return
+            # The default limit of 128 KiB is shorter than many documents.
             csv.field_size_limit(2**30)
             if file.format == ".csv":
                 yield from csv.DictReader(lines, strict=True)
@@ -323,6 +333,7 @@ def _parquet_rows(
         start = 0
         for group in range(table.num_row_groups):
             stop = start + table.metadata.row_group(group).num_rows
+            # Row groups are compressed as a whole: one without a wanted row is not read at all.
             if wanted is None or any(map(wanted, range(start, stop))):
                 for batch in table.iter_batches(1024, row_groups=[group], columns=names):
                     yield from batch.to_pylist()
@@ -337,6 +348,7 @@ def _parquet_rows(
 
 def fraction(key: str) -> float:
     """Return a number from 0 to 1 that depends on a text only, identical on every machine."""
+    # The hash of Python differs between processes, so that a resumed run would hold out other rows.
     digest = hashlib.sha1(key.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -178,6 +178,7 @@ def _commit() -> str | None:
     """
     try:
         commit = _git("rev-parse", "--short", "HEAD")
+        # A changed page or recipe does not change the code that was measured.
         changed_files = _git("status", "--porcelain", "--untracked-files=no", "--", ":/*.py")
     except (OSError, subprocess.TimeoutExpired):
         commit = ""

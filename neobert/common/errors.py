@@ -54,6 +54,7 @@ def one_line(error: object, limit: int = 200) -> str:
         error: Exception or message.
         limit: Maximum number of characters.
     """
+    # Messages of several lines, such as tracebacks, are joined.
     text = printable(" ".join(str(error).split()))[:limit].rstrip(".")
     if any(c.isalpha() for c in text):
         return text
@@ -84,6 +85,7 @@ def require(extra: str, *modules: str) -> None:
         ImportError: If a module is missing or too old. The message contains the command that
             installs all of them.
     """
+    # find_spec does not import the module, which may take seconds.
     missing = []
     for module in modules:
         name, _, min_version = module.partition(">=")

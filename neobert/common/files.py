@@ -20,7 +20,9 @@ from .folders import new_file
 
 
 HIDDEN = "<hidden>"
+# Names of options and keys that hold secrets: `hub_token`, `api-key`, but not `tokenizer`.
 _SECRET = re.compile(r"(^|[_-])(token|key|password|secret)$", re.IGNORECASE)
+# User and password in https://user:password@host.
 _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -124,6 +126,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+# The resolvers decide the type of a scalar by a pattern, and are indexed by its first character.
+# The copy leaves those of SafeLoader unchanged.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -202,6 +206,8 @@ def _resolved(value: Any, data: Any, counter: Iterator[int]) -> Any:
     target = data
     for key in reference[1].split("."):
         target = target.get(key) if isinstance(target, dict) else None
+    # The target may contain references itself. A cycle ends in a RecursionError, which `read_yaml`
+    # reports.
     return _resolved(target, data, counter)
 
 
@@ -231,6 +237,7 @@ def redacted_arguments(argv: Sequence[str]) -> list[str]:
         # A secret may be in the same word, --token=X, or in the next one, --token X.
         option, equals, _ = argument.partition("=")
         is_secret = option.startswith("-") and bool(_SECRET.search(option))
+        # The next word is another option if the value is missing, as in --token --output x.
         if hide_next and not argument.startswith("--"):
             output.append(HIDDEN)
         elif is_secret and equals:

@@ -45,6 +45,7 @@ def check_new(output: str | Path, name: str = "the output") -> None:
         UserError: If the path exists.
     """
     target = Path(os.path.realpath(output))
+    # An empty directory is accepted, because `os.rename` replaces it.
     is_empty = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not is_empty:
         raise UserError(
@@ -81,10 +82,11 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     check_new(output)
     target = Path(os.path.realpath(output))
     temporary = _temporary_folder(output)
-    # The lock keeps a second process from the temporary directory, and is released with the
-    # process.
+    # The lock keeps a second process from the temporary directory, and the operating system
+    # releases it if this process is killed.
     with locked(temporary):
         try:
+            # The files are one level below the lock file, which must not become part of the output.
             folder = temporary / "new"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -123,6 +125,7 @@ def new_file(path: str | Path) -> Iterator[BinaryIO]:
     try:
         with open(temporary, "wb") as file:
             yield file
+            # Without fsync, a crash of the machine could leave an empty file under the final name.
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -141,6 +144,7 @@ def flush(path: str | Path) -> None:
     """
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
+    # The umask can only be read by setting another one.
     umask = os.umask(0o022)
     os.umask(umask)
     # FAT, SMB and some FUSE file systems have no permissions.

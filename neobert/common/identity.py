@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Files that determine the outputs of a model: weights, configuration, tokenizer. Those of the other
-# modules of a sentence encoder are one directory below.
+# Files that determine the outputs of a model: weights, configuration and tokenizer. The modules of
+# a sentence encoder after its transformer have theirs in subdirectories, such as 2_Dense.
 _FILES = (
     "*.safetensors",
     "pytorch_model*.bin",
@@ -54,6 +54,7 @@ def model_digest(model: str | Path) -> str:
     check_model(model)
     folder = Path(model)
     if not folder.is_dir():
+        # The import takes seconds, and a directory does not need it.
         from transformers.utils import cached_file
 
         path = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
@@ -81,6 +82,7 @@ def sha256(*paths: str | Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
+            # Weights may be larger than the memory.
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
@@ -92,6 +94,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     They are a digest of the vocabulary and of the tokens of a probe sentence, which depend on the
     normalization.
     """
+    # The probe has accents, capital letters and digits, which normalizers treat differently.
     probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]

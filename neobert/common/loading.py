@@ -1,4 +1,4 @@
-"""Devices, dtypes, models and tokenizers, as several commands load and check them."""
+"""Devices, dtypes, models and tokenizers: choice, loading and checks that commands share."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose_dtype(dtype: str, device: str | torch.device) -> torch.dtype:
-    """Return a dtype by its name.
+    """Return the dtype with a name.
 
     Args:
         dtype: Name of a dtype, or "auto": float16 on CUDA as in the paper, the fastest
@@ -107,6 +107,7 @@ def matrix_rates(size: int = 768, rows: int = 128, repeats: int = 5) -> dict[str
         repeats: Number of repeats.
     """
     names = ("float32", "float16", "bfloat16")
+    # Uninitialized memory may contain denormal numbers, which some processors multiply slowly.
     inputs = {name: torch.ones(rows, size, dtype=getattr(torch, name)) for name in names}
     weights = {name: torch.ones(size, size, dtype=x.dtype) for name, x in inputs.items()}
 
@@ -123,6 +124,7 @@ def matrix_rates(size: int = 768, rows: int = 128, repeats: int = 5) -> dict[str
         fast = [name for name in names if few_rows[name] <= 2 * few_rows["float32"]]
         all_rows = seconds(fast, rows, repeats)
 
+    # Each weight takes one multiplication and one addition per row.
     operations_per_row = 2 * size * size
     rates = {}
     for name in names:
@@ -147,8 +149,10 @@ def check_exists(name: str | Path) -> None:
     """
     path = Path(name)
     name = str(name)
+    # Path("") is the current directory, which exists.
     if name and path.exists():
         return
+    # If its first part is a directory, the name is a path with an error in its last part.
     is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
     if not is_hub_name:
         raise UserError(
@@ -184,6 +188,7 @@ def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
     Raises:
         UserError: If there is an unknown field.
     """
+    # NeoBERTConfig also accepts the older names of `rope_parameters`.
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in fields:
         if name not in known:
@@ -242,6 +247,8 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> "PreTra
     Raises:
         UserError: If there is no tokenizer.
     """
+    # A misspelled path is reported before the import, which takes seconds, and before transformers
+    # looks for a Hub repository of that name.
     check_exists(name)
     from transformers import AutoTokenizer
 
@@ -290,7 +297,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | Path) -> 
 def name_tokenizer_class(folder: str | Path) -> None:
     """Rename the class and the settings of a tokenizer to the names of transformers 4.
 
-    transformers 5 writes names that version 4 does not know. Both versions load the older names
+    transformers 4 cannot load the names of version 5, and both versions load the older names
     identically.
     """
     path = Path(folder) / "tokenizer_config.json"
@@ -298,12 +305,13 @@ def name_tokenizer_class(folder: str | Path) -> None:
         return
     saved = read_json(path)
     settings = dict(saved)
-    # transformers 5 writes names that transformers 4 cannot read.
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    # TokenizersBackend is the class of transformers 5 for any tokenizer.json.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         settings.update(prefix_space((path.parent / "tokenizer.json").read_text(encoding="utf-8")))
+    # A file that is right already keeps its exact bytes, and the model its digest.
     if settings != saved:
         write_text(path, json_text(settings))
 

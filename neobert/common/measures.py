@@ -37,6 +37,7 @@ class PeakMemory:
     def __enter__(self) -> "PeakMemory":
         gc.collect()
         if self.device.type == "cuda":
+            # Earlier kernels may still use memory that is about to be released.
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -88,6 +89,7 @@ def best_times(
         repeats: Number of timed repeats. Each function is called once more before.
         clock: Function that returns a time in seconds.
     """
+    # If the calls take turns, other load and changes of the clock frequency affect all of them.
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():
@@ -107,5 +109,6 @@ def _proc_status(name: str) -> int | None:
     for line in lines:
         field, _, value = line.partition(":")
         if field == name:
+            # Values have the form "1234 kB", where kB means 1024 bytes.
             return int(value.split()[0]) * 1024
     return None

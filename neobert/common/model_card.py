@@ -12,6 +12,7 @@ LICENSE_HELP = (
     "License of the weights for the model card. By default the license of a local source."
 )
 BASE_MODEL_HELP = "Base model for the model card, USER/NAME on the Hub."
+# YAML between two lines of three dashes at the top of README.md.
 _FRONT_MATTER = re.compile(r"\s*---\r?\n(.*?)\r?\n---\s*$", re.DOTALL | re.MULTILINE)
 _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 
@@ -57,6 +58,7 @@ def base_model_metadata(
         relation: Relation to the base model in the terms of the Hub: "finetune", "quantized", ...
     """
     if not name and model is not None:
+        # The name of a local directory would be a broken link on the Hub.
         is_hub_name = str(model).count("/") == 1 and not Path(model).exists()
         name = str(model) if is_hub_name else None
     return {"base_model": name, "base_model_relation": relation} if name else {}
@@ -64,6 +66,7 @@ def base_model_metadata(
 
 def front_matter(**fields: Any) -> str:
     """Return the metadata block at the top of README.md. The fields are texts or lists of texts."""
+    # `--help` imports this module for LICENSE_HELP, and must stay fast.
     from huggingface_hub import ModelCardData
 
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n"

@@ -67,6 +67,8 @@ class Output:
     ) -> None:
         self.folder = Path(folder)
         self.command = command
+        # The settings are compared with those of run.json, so they must have the types of JSON:
+        # lists instead of tuples, and text instead of paths.
         self.settings: dict[str, Any] = json.loads(json.dumps(redacted(settings), default=str))
         self.result = self.folder / result
         self.beside = {*beside, LOCK}
@@ -78,9 +80,11 @@ class Output:
             UserError: If the directory contains other files, or files of a run with other settings.
         """
         check_folder(self.folder)
+        # Temporary files of an interrupted run do not count: the next run replaces them.
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         names = {path.name for path in paths if not re.fullmatch(r"\..*\.tmp", path.name)}
 
+        # A run has either record. Both have the same form, see `claim` and `finish`.
         record_path = self.result if self.result.name in names else self.folder / RUN
         record = read_json(record_path) if record_path.name in names else {}
         if record.get("neobert") == self.command:
@@ -110,6 +114,8 @@ class Output:
         Raises:
             UserError: If another process uses the directory, or as in `state`.
         """
+        # The first check avoids a lock file in a directory of other programs. The second one is
+        # decisive: another process may have started the run in the meantime.
         self.state()
         with locked(self.folder):
             if self.state() == "new":
@@ -131,6 +137,8 @@ class Output:
         self.scratch.mkdir()
         yield self.scratch
 
+        # An interruption between two moves is harmless: the run is unfinished until `finish`, and
+        # writes its final files again.
         for path in sorted(path for path in self.scratch.rglob("*") if path.is_file()):
             flush(path)
             target = self.folder / path.relative_to(self.scratch)
@@ -141,5 +149,6 @@ class Output:
     def finish(self, **content: Any) -> None:
         """Write the last file: the command, the settings, and `content`."""
         record = {"neobert": self.command, "settings": self.settings, **redacted(content)}
+        # The name of the last file appears in a single step, with its complete content.
         write_json(self.folder / RUN, record)
         os.replace(self.folder / RUN, self.result)

@@ -14,7 +14,7 @@ ModelT = TypeVar("ModelT")
 def pack(
     sequences: Sequence[Sequence[int] | np.ndarray], device: str | torch.device = "cpu"
 ) -> dict[str, Any]:
-    """Concatenate token sequences to a batch without padding.
+    """Concatenate token sequences into a batch without padding.
 
     Args:
         sequences: N lists or integer arrays of token ids, T tokens in total.
@@ -25,9 +25,12 @@ def pack(
         `cu_seq_lens_q` and `cu_seq_lens_k` of shape (N + 1,) and type int32, and the length of the
         longest sequence as `max_length_q` and `max_length_k`.
     """
+    # numpy joins thousands of short lists much faster than torch.
     lengths = [len(sequence) for sequence in sequences]
     tokens = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    # The names are those of transformers for flash attention. Self-attention has the same sequences
+    # as queries and keys.
     return {
         "input_ids": torch.from_numpy(tokens).to(device)[None],
         "cu_seq_lens_q": bounds,
@@ -61,6 +64,7 @@ def compile_blocks(model: ModelT, **options: Any) -> ModelT:
 
 def uncompile_blocks(model: ModelT) -> ModelT:
     """Undo `compile_blocks`, and return the same model."""
+    # torch has no public function for this: `compile` only sets the attribute that calls use.
     for block in _blocks(model):
         block._compiled_call_impl = None
     return model
@@ -68,6 +72,7 @@ def uncompile_blocks(model: ModelT) -> ModelT:
 
 def _blocks(model: Any) -> Iterator[nn.Module]:
     """Return an iterator over the blocks of an encoder, which may be below a head."""
+    # The attribute has another name in every architecture, but all have a list of this length.
     count = model.config.num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

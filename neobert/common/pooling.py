@@ -1,4 +1,4 @@
-"""Files that turn the directory of a transformer into one of sentence-transformers.
+"""Files that make the directory of a transformer a sentence-transformers model.
 
 sentence-transformers reads `pooling_mode_mean_tokens` and similar keys before version 6, and
 `pooling_mode` since. A version that finds only the keys of the other form silently uses CLS
@@ -65,8 +65,10 @@ def pooling_mode(config: Mapping[str, Any]) -> str:
         UserError: If there is no mode, an unknown mode, or more than one.
     """
     modes = config.get("pooling_mode")
+    # The older form has one flag per mode.
     if not modes:
         modes = [name for name, key in _MODES.items() if config.get(key)]
+    # The newer form has one name, or a list of modes whose results are concatenated.
     if isinstance(modes, str):
         modes = [modes]
     if len(modes) != 1 or modes[0] not in _MODES:
@@ -124,6 +126,8 @@ def save_for_all_versions(model: "SentenceTransformer", folder: str | Path) -> N
     model.save_pretrained(str(folder), create_model_card=False)
     name_tokenizer_class(folder)
 
+    # Version 6 moved the classes to other modules. It still reads the paths of version 5, which
+    # cannot read the new ones.
     modules = read_json(folder / "modules.json")
     for module in modules:
         package, _, class_name = module["type"].rpartition(".")
@@ -132,6 +136,7 @@ def save_for_all_versions(model: "SentenceTransformer", folder: str | Path) -> N
         _write_older_keys(folder, module["path"], class_name)
     write_json(folder / "modules.json", modules)
 
+    # Version 6 takes the sequence length from the tokenizer and writes other keys to this file.
     write_json(
         folder / "sentence_bert_config.json",
         {"max_seq_length": model.max_seq_length, "do_lower_case": False},
@@ -157,5 +162,6 @@ def _write_older_keys(folder: Path, module: str, class_name: str) -> None:
         mode = config["pooling_mode"]
         write_pooling(folder, dimension, mode, config.get("include_prompt", True))
     else:
+        # Version 5 passes unknown keys to the class, which refuses them.
         keys = ("in_features", "out_features", "bias", "activation_function")
         write_json(path, {key: config[key] for key in keys})

@@ -55,18 +55,19 @@ def earlier_result(path: str | Path, *keys: str) -> dict[str, Any] | None:
 def check_result_files(
     folder: str | Path, command: str, earlier: Mapping[str, Any] | None, *names: str
 ) -> None:
-    """Check that a command which collects results in a directory would only replace its own files.
+    """Check that a command only replaces files that it has written itself.
 
     Args:
         folder: Directory of the results.
         command: Name of the command.
         earlier: Earlier results of the command in `folder`. Without them none of the files may
             exist.
-        names: Files that the command writes into `folder`.
+        names: Names of the files that the command writes to `folder`.
 
     Raises:
         UserError: If another program has written one of the files.
     """
+    # An earlier run of the command has written the files.
     if earlier:
         return
     for name in names:

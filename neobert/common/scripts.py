@@ -24,6 +24,7 @@ def run_script(main: Callable[[], object]) -> NoReturn:
         try:
             main()
         except KeyboardInterrupt:
+            # The message of the commands says that a run resumes, which scripts do not.
             print(f"{name}: interrupted", file=sys.stderr)
             return 130
         return 0
@@ -53,5 +54,6 @@ def load_rows(
     if first_row is None:
         raise UserError(f"{source} contains no rows.")
 
+    # The first row decides which optional columns exist: a later row without one is an error.
     names = [*columns, *(name for name in optional if name in first_row)]
     return list(rows(source, names, names if texts is None else texts))
