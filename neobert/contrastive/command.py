@@ -1,12 +1,13 @@
 """Command `neobert contrastive`: fine-tune a model to a sentence encoder with pairs of texts.
 
-The recipe is that of the paper (section 4.3) with sentence-transformers: InfoNCE with in-batch and
+The command follows section 4.3 of the paper with sentence-transformers: InfoNCE with in-batch and
 hard negatives, batches from one dataset that is sampled by size^alpha, an instruction before the
 query, mean pooling. The output directory loads with
 `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from ..evaluation.retrieval import (
     describe_metrics,
     evaluate_retrieval,
     evaluate_tfidf,
-    queries_of_rows,
+    queries_from_rows,
     read_queries,
 )
 from ..training.checkpoints import RunTrainer, checkpoint_folder, is_main, training_time
@@ -64,9 +65,10 @@ from .options import OPTIONS, ContrastiveOptions, LossOptions, read_sources
 
 logger = logging.getLogger("neobert.contrastive")
 
+# Learning rate of the authors' code.
 PAPER_LEARNING_RATE = 1e-4
 
-# Options of Trainer that a run could not be resumed with, or that would have no effect.
+# Arguments of Trainer with which a run could not resume, or which would have no effect.
 FIXED = {
     "eval_strategy": "no",
     "ignore_data_skip": False,
@@ -78,7 +80,7 @@ FIXED = {
 
 
 class ContrastiveTrainer(RunTrainer, SentenceTransformerTrainer):
-    """Trainer of sentence-transformers whose runs resume after an interruption."""
+    """Trainer of sentence-transformers whose runs resume exactly after an interruption."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Mixture:
     Attributes:
         parts: Datasets with their batch sizes and sampling probabilities, {name: part}.
         prompts: Prompts of the trainer, {name: {"anchor": prompt}}.
-        validation: Queries for evaluating retrieval, or None.
+        validation: Queries for the evaluation of retrieval, or None.
     """
 
     parts: dict[str, MixturePart]
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, training = parse(argv or [])
     log_options(options)
     result = train(options, training)["training"]
+    # Only the main process prints the results.
     if training.process_index:
         return 0
 
@@ -134,9 +137,10 @@ def parse(
     """Return the options of a command line and the arguments of the trainer."""
     options = OPTIONS["contrastive"].read(argv)
     settings = dict(options.trainer)
+    # Trainer would ignore the number of epochs silently.
     if "num_train_epochs" in settings and settings.get("max_steps", -1) > 0:
         raise UserError(
-            f"`max_steps` is {settings['max_steps']}, so that `num_train_epochs` would be ignored. "
+            f"`max_steps` is {settings['max_steps']}, so `num_train_epochs` would be ignored. "
             "Pass --max-steps -1 to train by epochs."
         )
     settings.setdefault("num_train_epochs", 1)
@@ -159,9 +163,11 @@ def parse(
 def learning_rate_of(model: str) -> float:
     """Return the default learning rate for a model.
 
-    The rate is 1e-4, that of the authors' code, or half of the fine-tuning rate for a NeoBERT for
-    which this is higher.
+    The default is the higher of the authors' rate, 1e-4, and half of the fine-tuning rate for a
+    NeoBERT of this hidden size. Other models have the authors' rate.
     """
+    # Smaller models need higher rates. A model on the Hub has no local configuration and is treated
+    # like the published NeoBERT.
     path = Path(model) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if config.get("model_type") != "neobert" or "hidden_size" not in config:
@@ -196,20 +202,25 @@ def train(
     if options.lora.lora:
         check_adapter_support()
     output = Output(options.model.output, "contrastive", run_identity(options, training, sources))
+
+    # `build` measures and loads what `save` reports and evaluates.
     before: dict[str, float] = {}
     mixture: Mixture
 
     def build() -> ContrastiveTrainer:
         nonlocal before, mixture
+        # The other processes read the cache of the datasets that the main process has written.
         with training.main_process_first(desc="datasets"):
             mixture = build_mixture(options, training, sources)
 
+        # The adapter is initialized randomly, and all processes must start from the same weights.
         set_seed(training.seed)
         model = load_model(options)
         if options.lora.lora:
             adapter = lora_config(model[0].auto_model, **(options.lora.settings() or {}))
             model.add_adapter(adapter)
 
+        # A resumed run evaluates the start model again, because a checkpoint contains no metrics.
         if is_main():
             log_mixture(mixture)
             if mixture.validation:
@@ -225,6 +236,8 @@ def train(
         model = trainer.accelerator.unwrap_model(trainer.model)
         if options.lora.lora:
             model = merge_lora(model, folder / "adapter", options)
+
+        # The evaluation after the training uses the prompts, so they are set before it.
         model.prompts = model_prompts(mixture.prompts, options.instructions.instruction_template)
 
         if mixture.validation:
@@ -236,6 +249,7 @@ def train(
                 "tf-idf": evaluate_tfidf(mixture.validation),
             }
             summary["warning"] = comparison_warning(summary["validation"])
+
         save_for_all_versions(model, folder)
         write_card(folder, options, sources, model.max_seq_length, summary)
         return {"training": summary}
@@ -244,7 +258,8 @@ def train(
 
 
 def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> None:
-    """Raise UserError if the output directory and an input are inside one another."""
+    """Raise UserError if the output directory contains an input, or an input contains it."""
+    # Names on the Hub do not exist as paths.
     local = [source.path for source in sources if source.is_local]
     inputs = [options.model.model, *local]
     if options.data.validation_file is not None:
@@ -258,7 +273,11 @@ def run_identity(
     training: SentenceTransformerTrainingArguments,
     sources: Sequence[PairSource],
 ) -> dict[str, Any]:
-    """Return what identifies a run: options, datasets, digests of files and of the model."""
+    """Return the values that identify a run: options, datasets, digests of files and the model.
+
+    A run resumes only if they are equal.
+    """
+    # A file may move. Its digest identifies it, and its path does not.
     local = [source for source in sources if source.is_local]
     datasets = []
     for source in sources:
@@ -267,6 +286,7 @@ def run_identity(
             entry["path"] = None
         datasets.append(entry)
 
+    # The number of processes changes the batches, and so the weights.
     settings = number_options(training.to_dict()) | identity(options)
     return settings | {
         "datasets": datasets,
@@ -292,7 +312,7 @@ def build_mixture(
     training: SentenceTransformerTrainingArguments,
     sources: Sequence[PairSource],
 ) -> Mixture:
-    """Load all datasets, and hold out the validation queries.
+    """Load all datasets and hold out the validation queries.
 
     Raises:
         UserError: If a dataset cannot be read or has no batch of distinct texts.
@@ -306,6 +326,7 @@ def build_mixture(
     else:
         datasets, validation = hold_out(datasets, options.data.validation_percent)
 
+    # The sampling probabilities and batches are those of the data without the validation queries.
     loss = options.loss
     parts = mix(datasets, training.train_batch_size, loss.batch_texts, loss.alpha)
     prompts = {}
@@ -326,7 +347,10 @@ def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
     """
     queries = read_queries(path)
     relevant = queries.relevant
-    trained = {text for data in datasets.values() for text in data["anchor"] if text in relevant}
+    trained: set[str] = set()
+    for data in datasets.values():
+        trained.update(text for text in data["anchor"] if text in relevant)
+
     if trained:
         logger.warning(
             "%s: %s of %s queries are trained on. They are not evaluated.",
@@ -334,6 +358,8 @@ def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
             f"{len(trained):,}",
             f"{len(relevant):,}",
         )
+
+    # The texts of these queries stay among the texts that are searched.
     relevant = {text: positives for text, positives in relevant.items() if text not in trained}
     if not relevant:
         raise UserError(
@@ -354,17 +380,18 @@ def hold_out(datasets: Any, percent: float) -> tuple[Any, Queries | None]:
     """
     from datasets import DatasetDict
 
-    anchors = (text for data in datasets.values() for text in data["anchor"])
-    chosen = choose_validation_queries(anchors, percent)
-    if not chosen:
+    # A query may be in several datasets. It is held out from all of them.
+    anchors = itertools.chain.from_iterable(data["anchor"] for data in datasets.values())
+    validation_queries = choose_validation_queries(anchors, percent)
+    if not validation_queries:
         return datasets, None
 
     remaining = DatasetDict()
     rows: list[dict[str, Any]] = []
     for name, data in datasets.items():
-        remaining[name], held_out = split_queries(data, chosen)
+        remaining[name], held_out = split_queries(data, validation_queries)
         rows += held_out
-    return remaining, queries_of_rows(rows)
+    return remaining, queries_from_rows(rows)
 
 
 def log_mixture(mixture: Mixture) -> None:
@@ -392,6 +419,7 @@ def build_loss(
     model: SentenceTransformer, loss: LossOptions
 ) -> MultipleNegativesRankingLoss | CachedMultipleNegativesRankingLoss:
     """Return InfoNCE on cosine similarity / temperature, with gradient caching if requested."""
+    # The library multiplies similarities by a scale instead of dividing them by a temperature.
     scale = 1 / loss.temperature
     if loss.mini_batch_size:
         return CachedMultipleNegativesRankingLoss(
@@ -409,10 +437,13 @@ def build_trainer(
     """Return the trainer of sentence-transformers with the samplers of this package."""
     from datasets import DatasetDict
 
-    # The library's card would contain rows of the training data; it is not written.
+    # The card of the library is not written, because it would contain rows of the training data.
+    # Its widget examples would be collected at the start of the training nevertheless.
     model.model_card_data.generate_widget_examples = False
-    # The library takes an empty dictionary for the prompts of a single dataset.
+    # The library treats an empty dictionary as the prompts of a single dataset.
     training.prompts = mixture.prompts or None
+
+    # The library calls both with the data, the batch size and the seed.
     training.batch_sampler = functools.partial(TextsBatchSampler, batch_texts=loss.batch_texts)
     training.multi_dataset_batch_sampler = functools.partial(
         SizeAlphaBatchSampler, alpha=loss.alpha, group=training.world_size
@@ -426,7 +457,7 @@ def build_trainer(
 
 
 def summarize(trainer: ContrastiveTrainer, mixture: Mixture) -> dict[str, Any]:
-    """Return the figures of a training for result.json."""
+    """Return the statistics of a training run for result.json."""
     trainable, total = trainable_parameters(trainer.model)
     log = trainer.state.log_history
     return {
@@ -442,7 +473,7 @@ def summarize(trainer: ContrastiveTrainer, mixture: Mixture) -> dict[str, Any]:
 
 
 def comparison_warning(validation: Mapping[str, Any]) -> str | None:
-    """Return a warning if the encoder is not better than its start or than TF-IDF."""
+    """Return a warning if the encoder is not better than the start model or than TF-IDF."""
     after = validation["after"]["mrr@10"]
     for name, encoder in (("before", "it was before the training"), ("tf-idf", "TF-IDF")):
         score = validation[name]["mrr@10"]
@@ -462,6 +493,7 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
         template: Format of an instruction before a query.
     """
     named = {name: texts["anchor"] for name, texts in prompts.items()}
+    # No instruction of a dataset fits all queries if the datasets have different ones.
     query = next(iter(named.values()), "")
     if len(set(named.values())) > 1:
         query = format_instruction(template, "Retrieve text that answers the query.")
@@ -474,6 +506,8 @@ def merge_lora(
     """Save the adapter alone, and return the model with the adapter merged into its weights."""
     from peft import PeftModel
 
+    # Merging leaves the layers of PEFT in the trained model. The weights are therefore merged into
+    # a freshly loaded model, whose files are those of a model without an adapter.
     adapted: Any = model[0].auto_model
     adapted.save_pretrained(adapter_folder)
     merged = load_model(options)

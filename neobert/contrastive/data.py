@@ -1,8 +1,8 @@
 """Pairs and triplets for contrastive training, and the sampler that mixes datasets.
 
 Datasets of the Hub and local files are converted to the columns anchor, positive, negative_1, ...,
-negative_n. A batch contains rows of one dataset, which is sampled with probability proportional to
-size^alpha (paper, section 4.3).
+negative_n. All rows of a batch are from one dataset, which is sampled with probability proportional
+to size^alpha (paper, section 4.3).
 """
 
 import heapq
@@ -45,8 +45,8 @@ MIN_QUERIES_TO_SPLIT = 200
 class PairSource:
     """One dataset: an entry of `datasets` in a recipe, or a file of `--pairs`.
 
-    A text is identified by a path into the row: `question`, `set.0`, `set.query`,
-    `pos_paras.0.text`. `*` stands for every item: `neg_paras.*.text`.
+    A text is located by a path into the row: `question`, `set.0`, `set.query`, `pos_paras.0.text`.
+    `*` stands for every item of a list: `neg_paras.*.text`.
 
     Attributes:
         name: Name of the dataset.
@@ -58,8 +58,8 @@ class PairSource:
         positive: Path of the positive.
         negatives: Paths of the negatives. By default the columns negative, negative_1, ... of a
             local file.
-        max_negatives: Maximum number of negatives per row. A shorter list is repeated, and a row
-            without negatives is left out.
+        max_negatives: Maximum number of negatives per row. The negatives of a row with fewer than
+            other rows are repeated, and a row without negatives is left out.
         above: Thresholds, {column: value}. Rows whose value is not greater are left out.
         qrels: Whether the dataset has MTEB's layout: the split has the columns query-id and
             corpus-id, and the texts are in the subsets queries and corpus.
@@ -86,7 +86,7 @@ class PairSource:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of a row that are read."""
+        """Columns of the dataset that are read."""
         paths = (self.anchor, self.positive, *self.negatives, *self.above)
         return list(dict.fromkeys(path.split(".")[0] for path in paths))
 
@@ -102,6 +102,7 @@ class PairSource:
             if not entry.get(key):
                 raise UserError(f"an entry of `datasets` must have a {key!r}, got {entry}.")
 
+        # The ranges of the values are in the annotations, which `include_extras` keeps.
         hints = get_type_hints(cls, include_extras=True)
         where = f" of the dataset {entry['name']!r}"
         known = f"Allowed keys are {', '.join(hints)}."
@@ -118,6 +119,7 @@ def lookup(value: Any, path: str) -> Any:
     if not path or value is None:
         return value
 
+    # Each call resolves the first step of the path, and leaves the rest to a recursive call.
     step, _, rest = path.partition(".")
     if step == "*":
         items = value if isinstance(value, (list, tuple)) else None
@@ -136,6 +138,7 @@ def unusable(row: Mapping[str, Any], source: PairSource, negative_count: int) ->
             return f"without {name}"
     if negative_count and not _negatives(row, source):
         return "without negative"
+    # `not ... >` also leaves out NaN, for which every comparison is false.
     for column, threshold in source.above.items():
         if row[column] is None or not float(row[column]) > threshold:
             return f"with a {column} not above {threshold:g}"
@@ -151,6 +154,7 @@ def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> 
         negative_count: Number of negatives of every example. A shorter list is repeated.
     """
     columns = {"anchor": lookup(row, source.anchor), "positive": lookup(row, source.positive)}
+    # All rows of a dataset must have the same columns, so a short list of negatives is repeated.
     texts = _negatives(row, source)
     for i in range(negative_count):
         columns[f"negative_{i + 1}"] = texts[i % len(texts)]
@@ -158,6 +162,7 @@ def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> 
 
 
 def _negatives(row: Mapping[str, Any], source: PairSource) -> list[str]:
+    """Return the negatives of a row, at most `max_negatives`, without missing and blank texts."""
     texts: list[str] = []
     for path in source.negatives:
         value = lookup(row, path)
@@ -173,6 +178,7 @@ def with_negatives(source: PairSource) -> PairSource:
     """Return the dataset with the negative columns of its local file, unless it names some."""
     if not source.is_local or source.negatives:
         return source
+    # All files of a source must have the columns of the first one.
     columns = schema(files(source.path)[0]).names
     names = [name for name in columns if name == "negative" or name.startswith("negative_")]
     return replace(source, negatives=names)
@@ -188,8 +194,11 @@ def load_source(source: PairSource) -> "Dataset":
     from datasets.exceptions import DatasetGenerationError, DatasetsError
 
     try:
-        # The cache of the library identifies a dataset by this argument.
+        # `from_generator` caches its result by a hash of the arguments. Without the content among
+        # them, a file that has changed would be read from the cache.
         content = files_digest([source.path]) if source.is_local else _rows(source)
+
+        # A first iteration counts the negatives, because the columns must be known in advance.
         all_rows = _rows(source) if source.negatives else ()
         count = max((len(_negatives(row, source)) for row in all_rows), default=0)
         names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
@@ -199,11 +208,14 @@ def load_source(source: PairSource) -> "Dataset":
             gen_kwargs={"source": source, "count": count, "content": content},
         )
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
+        # The library has no exception type for a generator without items.
         if "corresponds to no data" in str(error):
             raise UserError(
                 f"{source.path} has no row with an anchor and a positive. Pass a file with one "
                 "pair per line."
             ) from error
+
+        # An exception in the generator is the cause of the exception of the library.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         reason = one_line(cause, 400)
         raise UserError(
@@ -212,7 +224,7 @@ def load_source(source: PairSource) -> "Dataset":
 
 
 def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
-    """Return the rows of a dataset with the columns that are read."""
+    """Return the rows of a dataset, with only the columns that are used."""
     from datasets import load_dataset
 
     if source.is_local:
@@ -225,6 +237,7 @@ def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
 
 def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str]]:
     """Yield the examples of a dataset, and log how many rows are left out and why."""
+    # The reason of a row that is used is None.
     reasons: Counter[str | None] = Counter()
     for row in _rows(source):
         reason = unusable(row, source, count)
@@ -248,22 +261,27 @@ def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str
 def _join_qrels(source: PairSource) -> "Dataset":
     """Join the three subsets of MTEB's retrieval layout to the columns anchor and positive.
 
-    The title of a document is put before its text, as in MTEB.
+    The title of a document is prepended to its text, as in MTEB.
     """
     from datasets import Dataset, load_dataset
 
     def load(subset: str, split: str) -> "Dataset":
         return load_dataset(source.path, subset, split=split, revision=source.revision)
 
+    # A judgment with the score 0 states that the document does not answer the query.
     judgments = [row for row in load("default", source.split) if row["score"] > 0]
+
+    # Only judged queries and documents are read, because a corpus may have millions of documents.
     texts = {}
     for subset, key in (("queries", "query-id"), ("corpus", "corpus-id")):
         judged = {row[key] for row in judgments}
         data = load(subset, subset)
-        numbers = [number for number, name in enumerate(data["_id"]) if name in judged]
-        for row in data.select(numbers):
+        indices = [index for index, name in enumerate(data["_id"]) if name in judged]
+        for row in data.select(indices):
+            # Queries and documents may have the same ids.
             texts[key, row["_id"]] = f"{row.get('title') or ''} {row['text']}".strip()
 
+    # A judgment whose text is missing has None here, and its row is left out later.
     columns = (("anchor", "query-id"), ("positive", "corpus-id"))
     return Dataset.from_dict(
         {name: [texts.get((key, row[key])) for row in judgments] for name, key in columns}
@@ -275,11 +293,11 @@ def _join_qrels(source: PairSource) -> "Dataset":
 
 
 def choose_validation_queries(queries: Iterable[str], percent: float) -> set[str]:
-    """Return the queries that are held out from training, chosen by hash.
+    """Return the queries that are held out from training, selected by hash.
 
     Args:
         queries: Queries of the training data, which may repeat.
-        percent: Percentage of the different queries to hold out.
+        percent: Percentage of the distinct queries to hold out.
 
     Returns:
         Between `MIN_VALIDATION_QUERIES` and `MAX_VALIDATION_QUERIES` queries. The set is
@@ -287,22 +305,31 @@ def choose_validation_queries(queries: Iterable[str], percent: float) -> set[str
     """
     if percent == 0:
         return set()
-    different = set(queries)
-    if len(different) < MIN_QUERIES_TO_SPLIT:
+    distinct = set(queries)
+    if len(distinct) < MIN_QUERIES_TO_SPLIT:
         return set()
-    count = max(MIN_VALIDATION_QUERIES, int(len(different) * percent / 100))
+
+    # The order of the rows does not affect a selection by hash, and data that grows keeps most of
+    # its validation queries.
+    count = max(MIN_VALIDATION_QUERIES, int(len(distinct) * percent / 100))
     count = min(count, MAX_VALIDATION_QUERIES)
-    return set(heapq.nsmallest(count, different, key=fraction))
+    return set(heapq.nsmallest(count, distinct, key=fraction))
 
 
 def split_queries(data: "Dataset", queries: Collection[str]) -> "tuple[Dataset, Dataset]":
-    """Split a dataset into its rows without and with one of these queries."""
-    numbers: tuple[list[int], list[int]] = ([], [])
-    for number, anchor in enumerate(data["anchor"]):
-        numbers[anchor in queries].append(number)
-    if not numbers[True]:
+    """Split a dataset into the rows without and the rows with one of these queries."""
+    remaining: list[int] = []
+    held_out: list[int] = []
+    for index, anchor in enumerate(data["anchor"]):
+        if anchor in queries:
+            held_out.append(index)
+        else:
+            remaining.append(index)
+
+    # Rows of a complete dataset are faster to read than rows that `select` has chosen.
+    if not held_out:
         return data, data.select([])
-    return data.select(numbers[False]), data.select(numbers[True])
+    return data.select(remaining), data.select(held_out)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -335,11 +362,12 @@ def mix(
         batch_texts: Number of texts per batch, which replaces `batch_size`.
         alpha: Exponent of the dataset size in the sampling probability.
     """
-    shares = probabilities([len(data) for data in datasets.values()], alpha)
-    return {
-        name: MixturePart(data, rows_per_batch(data, batch_size, batch_texts), share)
-        for (name, data), share in zip(datasets.items(), shares)
-    }
+    sampling_probabilities = probabilities([len(data) for data in datasets.values()], alpha)
+    parts = {}
+    for (name, data), probability in zip(datasets.items(), sampling_probabilities):
+        batch_rows = rows_per_batch(data, batch_size, batch_texts)
+        parts[name] = MixturePart(data, batch_rows, probability)
+    return parts
 
 
 def probabilities(sizes: Sequence[int], alpha: float) -> list[float]:
@@ -353,8 +381,8 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
     """Batch sampler over datasets that are sampled with probability proportional to size^alpha.
 
     A small dataset is repeated in a new order as often as needed. An epoch has as many batches as
-    all datasets together. `group` consecutive batches are taken from the same dataset: those of
-    the processes of one step, which may then share their negatives.
+    all datasets together. `group` consecutive batches are from the same dataset: the batches of all
+    processes in one step, whose texts may be negatives of one another.
 
     Args:
         dataset: Concatenated datasets.
@@ -375,16 +403,20 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         group: int = 1,
     ) -> None:
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
-        # Datasets have batches of different sizes. accelerate would drop those of other sizes.
+        # The library sets the batch size of the first dataset, but datasets have batches of
+        # different sizes. accelerate would drop the batches of all other sizes.
         self.batch_size = None  # type: ignore[assignment]
         self.group = group
         parts: list[Any] = list(dataset.datasets)
         self.probabilities = probabilities([len(part) for part in parts], alpha)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # The samplers of the datasets seed a generator that they may share with this sampler, so
-        # the datasets are sampled with a separate one.
+        # A separate generator is needed, because the samplers of the datasets may seed the one of
+        # the library during the epoch.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
+
+        # Batches contain indices of a single dataset, and the loader takes those of all datasets
+        # concatenated.
         offsets = [0]
         parts: list[Any] = list(self.dataset.datasets)
         for part in parts:
@@ -392,34 +424,38 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         weights = torch.tensor(self.probabilities, dtype=torch.float64)
         batches = [self._batches(number) for number in range(len(self.batch_samplers))]
 
+        # accelerate gives each process one of `group` consecutive batches.
         for _ in range(len(self) // self.group):
-            chosen = int(torch.multinomial(weights, 1, generator=generator))
+            dataset_index = int(torch.multinomial(weights, 1, generator=generator))
             for _ in range(self.group):
-                yield [index + offsets[chosen] for index in next(batches[chosen])]
+                yield [index + offsets[dataset_index] for index in next(batches[dataset_index])]
 
     def _batches(self, number: int) -> Iterator[list[int]]:
-        """Yield batches of one dataset forever, in a new order in every pass."""
+        """Yield batches of one dataset without end, and shuffle the dataset for each repetition."""
+        sampler = self.batch_samplers[number]
         for repetition in itertools.count():
-            sampler = self.batch_samplers[number]
+            # The samplers seed their order with the epoch. The factors give every epoch, repetition
+            # and dataset another order.
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch * 1_000_003 + repetition * 101 + number)
             yield from sampler
 
     def __len__(self) -> int:
+        # An incomplete last group would leave a process without a batch.
         return sum(len(sampler) for sampler in self.batch_samplers) // self.group * self.group
 
 
 class TextsBatchSampler(NoDuplicatesBatchSampler):
-    """Batch sampler that never puts the same text into a batch twice.
+    """Batch sampler whose batches contain no text twice.
 
-    A text that occurs twice would be a negative of its own row.
+    A text that occurs twice in a batch would be a negative of its own row.
 
     Args:
         dataset: Rows of texts.
         batch_size: Number of rows per batch.
         drop_last: Not used; an incomplete last batch is always dropped.
         batch_texts: Number of texts per batch over all columns, which replaces `batch_size`. The
-            code of the paper has 128.
+            authors' code uses 128.
         generator: Not used; the sampler has its own generator.
         **kwargs: Arguments of the library's sampler.
     """
@@ -433,21 +469,30 @@ class TextsBatchSampler(NoDuplicatesBatchSampler):
         generator: torch.Generator | None = None,
         **kwargs: Any,
     ) -> None:
+        # The library passes the same generator to all samplers. Each would seed it for the others.
         size = rows_per_batch(dataset, batch_size, batch_texts)
         super().__init__(dataset, size, drop_last=True, generator=torch.Generator(), **kwargs)
 
 
 def rows_per_batch(dataset: "Dataset", batch_size: int, batch_texts: int | None = None) -> int:
-    """Return the number of rows per batch of a dataset, at least 2 for `batch_texts`."""
+    """Return the number of rows per batch of a dataset.
+
+    Args:
+        dataset: Rows of texts.
+        batch_size: Number of rows per batch.
+        batch_texts: Number of texts per batch over all columns, which replaces `batch_size`. The
+            result is at least 2, because the other rows of a batch are the negatives.
+    """
     if batch_texts is None:
         return batch_size
-    # The trainer adds a column with the name of the dataset.
+    # The trainer adds the column dataset_name, which is no text.
     texts = [name for name in dataset.column_names if name != "dataset_name"]
     return max(2, batch_texts // len(texts))
 
 
 def check_batch(source: PairSource, data: "Dataset", size: int) -> None:
     """Raise UserError if no batch of `size` rows with distinct texts can be formed."""
+    # Without this check, the sampler of the dataset would yield nothing in an endless loop.
     if next(iter(TextsBatchSampler(data, size)), None) is None:
         raise UserError(
             f"{source.name} ({source.path}): cannot form a batch of {size} rows with distinct "

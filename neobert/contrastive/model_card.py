@@ -1,6 +1,7 @@
 """Model card of an encoder trained by `neobert contrastive`.
 
-The card describes the encoder, its use and its evaluation, and contains no training data.
+The card describes the encoder, its use and its evaluation. Unlike the card of the library, it
+contains no rows of the training data.
 """
 
 import json
@@ -30,13 +31,16 @@ def write_card(
     Args:
         folder: Directory of the encoder.
         options: Options of the command.
-        sources: Datasets of the training.
+        sources: Training datasets.
         max_length: Maximum sequence length of the encoder in tokens.
-        summary: Figures of the training, see `command.train`.
+        summary: Statistics of the training run, see `command.summarize`.
     """
+    # `folder` is a temporary directory, so the name is that of the output directory.
     name = printable(Path(options.model.output).resolve().name)
     start = options.model.model
+    # Local files are not listed in the metadata, because nobody else can load them.
     hub_datasets = list(dict.fromkeys(source.path for source in sources if not source.is_local))
+    # Without an option, the license is that of the start model, and the card states this below.
     license_of_weights = license_metadata(options.card.license, read_card(start))
     metadata = front_matter(
         **license_of_weights,
@@ -53,6 +57,7 @@ def write_card(
         datasets=hub_datasets or None,
     )
 
+    # The parts of the text that depend on the run, in the order of the page.
     has_instruction = any(source.instruction.strip() for source in sources)
     comment = "  # adds the instruction of the training" if has_instruction else ""
     inherited = ""
@@ -65,6 +70,7 @@ def write_card(
     warning = summary.get("warning")
     warning_text = f"**Warning:** {warning}\n\n" if warning else ""
     length = f"{max_length:,} tokens" if max_length else "the length of its positions"
+
     text = f"""
 # {name}
 
@@ -90,7 +96,7 @@ print(model.similarity(queries, documents))
 
 
 def _evaluation(validation: Mapping[str, Any] | None) -> str:
-    """Return the section about the evaluation, or "" without one."""
+    """Return the section about the evaluation, or "" for a run without validation queries."""
     if validation is None:
         return ""
     rows = []

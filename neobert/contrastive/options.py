@@ -42,7 +42,7 @@ class DataOptions(OptionGroup):
 
     title = "Data"
 
-    # Sources and files are identified by their content.
+    # A run is identified by the content of its files, so their paths do not affect results.
     pairs: list[str] = option(
         default_factory=list,
         help="Files of rows with the columns anchor, positive and, optionally, negative or "
@@ -124,6 +124,7 @@ class ContrastiveEncoderOptions(EncoderOptions):
         """Return the keyword arguments with which `load_sentence_transformer` loads `model`."""
         from sentence_transformers.util import is_sentence_transformer_model
 
+        # A sentence encoder keeps the limit that its configuration contains.
         settings = self.settings()
         if self.max_length is None and not is_sentence_transformer_model(model):
             settings["max_length"] = DEFAULT_MAX_LENGTH
@@ -158,16 +159,19 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
     """Return the datasets of the recipe and of `--pairs` with their instructions and negatives.
 
     Raises:
-        UserError: If there is no dataset, two of them have the same name, an entry is not valid, or
-            the file of instructions lacks a dataset.
+        UserError: If there is no dataset, two datasets have the same name, an entry is not valid,
+            or the file of instructions lacks a dataset.
     """
+    # This module is imported for `--help`, and the data module imports torch.
     from .data import PairSource, with_negatives
 
     sources = [PairSource.from_entry(entry) for entry in data.datasets]
     for path in data.pairs:
+        # "pairs.jsonl.gz" has the name "pairs".
         name = Path(path).name.split(".")[0]
         sources.append(PairSource(name=name, path=path, instruction=instructions.instruction))
 
+    # The names identify the datasets in prompts, results and the model card.
     names = [source.name for source in sources]
     if not sources or len(set(names)) < len(names):
         raise UserError(
@@ -177,6 +181,7 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
         )
 
     if instructions.instructions is not None:
+        # A dataset that is missing in the file would be trained without an instruction.
         texts = read_instructions(instructions.instructions, names)
         missing = [name for name in names if name not in texts]
         if missing:
@@ -188,8 +193,8 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
     return [with_negatives(source) for source in sources]
 
 
-# Options of Trainer whose defaults differ, from the authors' code. `command.parse` adds one epoch
-# and the learning rate of the model.
+# Arguments of Trainer with other defaults, which are those of the authors' code. `command.parse`
+# adds one epoch and the learning rate for the model.
 TRAINER_DEFAULTS = {
     "per_device_train_batch_size": 64,
     "weight_decay": 0.01,
@@ -197,11 +202,13 @@ TRAINER_DEFAULTS = {
     "adam_beta2": 0.95,
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "cosine",
+    # Values below 1 are a fraction of the training steps.
     "warmup_steps": 0.05,
     "logging_steps": 20,
     "save_steps": 500,
     "save_total_limit": 2,
     "report_to": "none",
+    # A loss that is not finite must be visible in the log.
     "logging_nan_inf_filter": False,
     "seed": 42,
 }

@@ -1,6 +1,6 @@
 """Command `neobert retrieval`: recall and MRR of an encoder on pairs of queries and texts.
 
-Every query is searched among all texts of the file.
+All texts of the file are ranked for every query.
 """
 
 import math
@@ -28,11 +28,11 @@ METRICS = ("recall@1", "recall@10", "mrr@10")
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries and the texts that are searched.
+    """Queries and the texts that are ranked for them.
 
     Attributes:
         relevant: Texts that answer each query, {query: texts}.
-        texts: All texts that are searched.
+        texts: All texts that are ranked.
     """
 
     relevant: dict[str, set[str]]
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = OPTIONS["retrieval"].read(argv or [])
     log_options(options)
     name = options.data.model
+    # The file is read first, because an error in it should not wait for the model.
     queries = read_queries(options.data.pairs)
     device = choose_device(options.data.device)
     model = load_sentence_transformer(name, device, **options.encoder.settings())
@@ -60,7 +61,7 @@ def read_queries(path: str) -> Queries:
     Raises:
         UserError: If the file cannot be read or has no usable row.
     """
-    queries = queries_of_rows(rows(path, texts=["anchor", "positive"]))
+    queries = queries_from_rows(rows(path, texts=["anchor", "positive"]))
     if not queries.relevant:
         raise UserError(
             f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."
@@ -68,11 +69,12 @@ def read_queries(path: str) -> Queries:
     return queries
 
 
-def queries_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
+def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
     """Return the queries of rows with the columns anchor, positive, negative, negative_1, ..."""
     relevant: dict[str, set[str]] = {}
     texts: dict[str, None] = {}
     for row in pairs:
+        # Rows without both texts are not used in training either.
         if not row["anchor"].strip() or not row["positive"].strip():
             continue
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
@@ -81,6 +83,8 @@ def queries_of_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
         for name, value in row.items():
             if name == "negative" or name.startswith("negative_"):
                 texts |= dict.fromkeys(value if isinstance(value, list) else [value])
+
+    # Negatives may be missing or blank.
     return Queries(relevant, [text for text in texts if text and text.strip()])
 
 
@@ -88,6 +92,10 @@ def evaluate_retrieval(model: "SentenceTransformer", queries: Queries) -> dict[s
     """Return recall@1, recall@10 and MRR@10, and their standard errors as "recall@1_se", ...
 
     The similarity function and the prompts are those of the model.
+
+    Args:
+        model: Sentence encoder.
+        queries: Queries and texts.
     """
     query_embeddings = model.encode_query(
         list(queries.relevant), convert_to_tensor=True, show_progress_bar=True
@@ -101,9 +109,11 @@ def evaluate_retrieval(model: "SentenceTransformer", queries: Queries) -> dict[s
 
 
 def evaluate_tfidf(queries: Queries) -> dict[str, float]:
-    """Return the metrics of TF-IDF of character n-grams, fitted on the searched texts."""
+    """Return the metrics of TF-IDF of character n-grams, fitted on the ranked texts."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    # Character n-grams need no word segmentation or stemming, so they work for every language. The
+    # rows have unit length, so their product is the cosine similarity.
     vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
     document_embeddings = vectorizer.fit_transform(queries.texts)
     query_embeddings = vectorizer.transform(list(queries.relevant))
@@ -123,20 +133,22 @@ def _metrics(queries: Queries, similarity: Callable[[slice], torch.Tensor]) -> d
     names = list(queries.relevant)
     texts = queries.texts
     values = []
-    step = max(1, 10**8 // len(texts))  # Bounds the memory of the similarities.
+    # At most 10^8 similarities are in memory at a time, 400 MB in float32.
+    step = max(1, 10**8 // len(texts))
     for start in range(0, len(names), step):
         scores = similarity(slice(start, start + step))
         best = scores.topk(min(10, len(texts))).indices.tolist()
-        for name, numbers in zip(names[start:], best):
+        for name, indices in zip(names[start:], best):
             positives = queries.relevant[name]
-            hits = [texts[number] in positives for number in numbers]
+            hits = [texts[index] in positives for index in indices]
+
             # Without a positive among the first ten texts, the reciprocal rank is 0.
             rank = hits.index(True) + 1 if any(hits) else math.inf
             recalls = [sum(hits[:1]) / len(positives), sum(hits) / len(positives)]
             values.append([*recalls, 1 / rank])
 
     table = np.array(values)
-    # The deviation of a single query is 0 instead of NaN.
+    # With `ddof=0`, the standard deviation of a single query is 0 instead of NaN.
     errors = table.std(0, ddof=min(1, len(table) - 1)) / math.sqrt(len(table))
     means = dict(zip(METRICS, table.mean(0).tolist()))
     return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
