@@ -32,32 +32,37 @@ from .mteb_tables import read_run, read_runs, task_table, write_tables
 from .options import BENCHMARKS, OPTIONS, MtebOptions
 
 
-# Both texts of a symmetric task carry the instruction. In other tasks only the query does.
-_INSTRUCTED_SIDES = (None, PromptType.query)
+# Texts of symmetric tasks have no prompt type, and all of them get the instruction. In asymmetric
+# tasks, only the queries get it.
+_INSTRUCTED_PROMPT_TYPES = (None, PromptType.query)
 
 
-def main(argv: Sequence[str] | None = None, more: Mapping[str, Sequence[AbsTask]] = {}) -> int:
+def main(
+    argv: Sequence[str] | None = None, extra_tasks: Mapping[str, Sequence[AbsTask]] = {}
+) -> int:
     """Run `neobert mteb --model MODEL --output FOLDER` and return the exit code.
 
     Args:
         argv: Command line.
-        more: Tasks in addition to those of MTEB, {name: tasks}.
+        extra_tasks: Tasks in addition to those of MTEB, {name: tasks}.
     """
     options = OPTIONS["mteb"].read(argv or [])
     log_options(options)
     folder = Path(options.evaluation.output)
     name = f"{options.evaluation.row}.json"
 
+    # All checks run before the model is loaded, which may take minutes. Files that another program
+    # has written are never replaced.
     check_folder(folder, "output")
     earlier = read_run(folder / name)
     check_result_files(folder, "mteb", earlier, name)
     check_result_files(folder, "mteb", read_runs(folder), "table.md")
-    tasks = choose_tasks(options.evaluation.tasks, more)
+    tasks = choose_tasks(options.evaluation.tasks, extra_tasks)
     read_instructions(options.instructions.instructions, tasks)
 
     dtype = options.inference.dtype
     if earlier and earlier["dtype"] == dtype == "auto":
-        # Another measurement of the speed could choose another dtype.
+        # "auto" measures the speed again and could choose another dtype than the earlier run.
         dtype = earlier["environment"]["dtype"]
     encoder = PackedEncoder(
         options.evaluation.model,
@@ -68,6 +73,7 @@ def main(argv: Sequence[str] | None = None, more: Mapping[str, Sequence[AbsTask]
     )
     report = evaluate(encoder, options, tasks)
 
+    # If a task fails, the results of the other tasks are kept, and the command fails after all.
     print(task_table({report["name"]: report}))
     errors = report["errors"]
     if errors:
@@ -79,25 +85,28 @@ def main(argv: Sequence[str] | None = None, more: Mapping[str, Sequence[AbsTask]
     return 0
 
 
-def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {}) -> list[AbsTask]:
-    """Return the tasks of names of tasks and benchmarks.
+def choose_tasks(
+    names: Iterable[str], extra_tasks: Mapping[str, Sequence[AbsTask]] = {}
+) -> list[AbsTask]:
+    """Return the tasks with these names, and the tasks of the benchmarks with these names.
 
     Args:
         names: Names of tasks and benchmarks.
-        more: Tasks in addition to those of MTEB, {name: tasks}.
+        extra_tasks: Tasks in addition to those of MTEB, {name: tasks}.
 
     Raises:
-        UserError: If MTEB has no task or benchmark of a name.
+        UserError: If MTEB has no task or benchmark with one of the names.
     """
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     tasks: dict[str, Any] = {}
     for name in names:
-        # A name may be a group of ours, a benchmark of MTEB, or a single task.
-        if name in more:
-            matches = more[name]
+        # A name is that of extra tasks, of a benchmark of MTEB, or of a single task.
+        if name in extra_tasks:
+            matches = extra_tasks[name]
         elif name in benchmarks:
             matches = mteb.get_benchmark(name).tasks
         else:
+            # A multilingual task is evaluated in English, the language of the model.
             try:
                 matches = [mteb.get_task(name, languages=["eng"])]
             except KeyError as error:
@@ -106,16 +115,17 @@ def choose_tasks(names: Iterable[str], more: Mapping[str, Sequence[AbsTask]] = {
                     f"{', '.join(BENCHMARKS)} and others."
                 ) from None
 
+        # Several benchmarks may contain the same task, which is evaluated once.
         tasks |= {task.metadata.name: task for task in matches}
     return list(tasks.values())
 
 
 def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] | None:
-    """Return the instructions {task name or task type: text} of the option `--instructions`.
+    """Return the instructions of the option `--instructions`, {task name or task type: text}.
 
     Args:
-        choice: A file, "mteb" for the prompts of MTEB, or "none".
-        tasks: Tasks that are evaluated.
+        choice: Path of a file, "mteb" for the prompts of MTEB, or "none".
+        tasks: Tasks to evaluate.
 
     Returns:
         The instructions of the file, {} for "mteb", and None for "none".
@@ -128,6 +138,7 @@ def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] |
         return {}
     if choice == "none":
         return None
+    # An aggregate task, such as CQADupstackRetrieval, consists of tasks with names of their own.
     names: set[str] = set()
     for task in tasks:
         for part in (task, *getattr(task, "tasks", ())):
@@ -148,6 +159,8 @@ class PackedModel(AbsEncoder):
         template: Format of an instruction before a text.
     """
 
+    # The instructions of a file come first, the prompt of the task is the default. The source that
+    # is missing here, prompts by side, has no counterpart in a file of instructions.
     prompt_priority = (  # type: ignore[assignment]
         PromptSource.CUSTOM_PROMPT,
         PromptSource.TASK_TYPE_PROMPT,
@@ -162,6 +175,7 @@ class PackedModel(AbsEncoder):
         instructions: dict[str, str] | None,
         template: str,
     ) -> None:
+        # MTEB reads all attributes but `encoder`, so their names are those of `AbsEncoder`.
         self.encoder = encoder
         self.model = encoder.sentence_transformer
         self.prompts_dict = instructions
@@ -169,8 +183,8 @@ class PackedModel(AbsEncoder):
         self.mteb_model_meta = ModelMeta.create_empty({"name": name, "revision": revision})
 
     def prompt(self, task_metadata: TaskMetadata, prompt_type: PromptType | None) -> str:
-        """Return the text before each text of a task and side."""
-        if self.prompts_dict is None or prompt_type not in _INSTRUCTED_SIDES:
+        """Return the prompt of the texts of a task, for queries or documents."""
+        if self.prompts_dict is None or prompt_type not in _INSTRUCTED_PROMPT_TYPES:
             return ""
         return self.get_task_instruction(task_metadata, prompt_type)
 
@@ -185,6 +199,7 @@ class PackedModel(AbsEncoder):
         **kwargs: Any,
     ) -> np.ndarray:
         """Return the embeddings of all texts of a loader, (N, D) float32, batched by tokens."""
+        # The encoder forms its own batches, for which it needs the lengths of all texts.
         texts = [text for batch in inputs for text in batch["text"]]
         return self.encoder.encode(
             texts,
@@ -197,6 +212,7 @@ def fingerprint(
     encoder: PackedEncoder, options: MtebOptions, instructions: dict[str, str] | None
 ) -> str:
     """Return 40 hex digits that change with the model and every option that affects embeddings."""
+    # MTEB takes the result for the revision of the model, a commit hash of 40 digits.
     settings = [
         model_digest(options.evaluation.model),
         options.encoder.tokenizer,
@@ -227,11 +243,11 @@ def evaluate(
         show_progress_bar: Whether to show progress bars.
 
     Returns:
-        Scores in percent, types, errors, settings and the environment, which are also written to
-        `output`/NAME.json together with earlier scores of other tasks.
+        Scores in percent, types, errors, settings and the environment, including the earlier
+        scores of other tasks. They are also written to `output`/NAME.json.
 
     Raises:
-        UserError: If the output contains scores of other weights or settings under this name.
+        UserError: If the output contains scores of other weights or settings with this name.
     """
     name = options.evaluation.row
     folder = Path(options.evaluation.output)
@@ -239,6 +255,7 @@ def evaluate(
     instructions = read_instructions(options.instructions.instructions, tasks)
     revision = fingerprint(encoder, options, instructions)
 
+    # Scores of different models or settings in one row of a table would be compared with others.
     earlier = read_run(folder / f"{name}.json") or {}
     if earlier and earlier["fingerprint"] != revision:
         raise UserError(
@@ -253,16 +270,18 @@ def evaluate(
         tasks,
         cache=mteb.ResultCache(cache_path=folder / "cache"),
         co2_tracker=False,
-        # The other tasks run after an error, which the report contains.
+        # The report contains errors, and the remaining tasks run.
         raise_error=False,
         show_progress_bar=show_progress_bar,
+        # The batch size is that of the loader. The encoder forms batches of tokens from all texts.
         encode_kwargs={  # type: ignore[arg-type]
             "batch_size": 1024,
             "show_progress_bar": show_progress_bar,
         },
     )
 
-    # A task that failed has the score None, so that no mean leaves the task out.
+    # A task that failed has the score None, so a mean over its benchmark is None, too. MTEB returns
+    # scores as fractions, and NaN if it cannot compute one.
     scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
     for result in results.task_results:
         score = result.get_score()
@@ -270,7 +289,6 @@ def evaluate(
             scores[result.task_name] = round(100 * float(score), 4)
 
     types = {task.metadata.name: task.metadata.type for task in tasks}
-
     report = {
         "name": name,
         "model": str(options.evaluation.model),

@@ -14,6 +14,7 @@ from ..embeddings.instructions import TEMPLATE, check_template
 from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
 
 
+# Benchmark of the paper, table 4.
 PAPER_BENCHMARK = "MTEB(eng, v1)"
 # Benchmarks that have a table in table.md.
 BENCHMARKS = ("MTEB(eng, v2)", PAPER_BENCHMARK, "NanoBEIR")
@@ -66,6 +67,7 @@ class TaskOptions(OptionGroup):
     )
 
     def __post_init__(self) -> None:
+        # The name is also that of a file.
         if not re.fullmatch(r"[\w.+-]+", self.row):
             raise UserError(
                 f"`name` must consist of letters, digits and . _ + -, got {self.row!r}. Pass "
@@ -124,8 +126,8 @@ class MtebOptions:
 OPTIONS: dict[str, OptionParser[Any]] = {
     "retrieval": OptionParser(
         "neobert retrieval",
-        "Measure recall and MRR of an encoder: every query of a file is searched among all "
-        "texts of the file.",
+        "Measure recall and MRR of an encoder: all texts of a file are ranked for every query of "
+        "the file.",
         RetrievalOptions,
         "neobert retrieval runs/encoder --pairs test.jsonl",
     ),
