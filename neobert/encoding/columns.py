@@ -1,7 +1,8 @@
 """Columns that `neobert encode` copies from its input, with their types.
 
-Parquet files have types, and the types of JSON and CSV columns are inferred before the first text
-is encoded. They are the same for all parts and shards of an output, and the manifest stores them.
+The types of parquet columns are those of the file. The types of JSON and CSV columns are inferred
+before the first text is encoded. All parts and shards of an output have the same types, which the
+manifest stores.
 """
 
 import json
@@ -16,17 +17,19 @@ from ..common.errors import UserError, listed, one_line, shortened
 from .options import CorpusOptions
 
 
-# Columns of windows: the text, and the characters of the window.
+# Columns of windows: the file and row of the text, and the range of characters in the text.
 WINDOW_COLUMNS = {
     "file": pyarrow.string(),
     "row": pyarrow.int64(),
     "start": pyarrow.int64(),
     "end": pyarrow.int64(),
 }
+# Minimum number of rows from which types are inferred, if the input has as many.
 _INFERENCE_ROWS = 100_000
-# Integers as Python writes them: "007", "+7" and "1e3" stay text.
+# Integers as Python writes them. "007", "+7" and "1e3" stay text, because they would be changed.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
-# The types that are inferred, in this order, and the JSON types that they represent exactly.
+# Arrow types that are inferred, in order of preference, and the JSON types that each represents
+# exactly.
 _JSON_TYPES = {
     pyarrow.bool_(): {"boolean"},
     pyarrow.int64(): {"integer", "large integer"},
@@ -51,6 +54,7 @@ def copied_columns(
     if first is None:
         raise UserError(f"{corpus.source} must contain at least one text, got no rows.")
 
+    # All files must have the columns of the first one that has rows.
     schema = data.schema(first)
     if corpus.text_column not in schema.names:
         raise UserError(
@@ -58,9 +62,11 @@ def copied_columns(
             "the column with --text-column."
         )
 
+    # The command line may separate names by commas or by spaces.
     names = ["id"] if "id" in schema.names else []
     if corpus.keep is not None:
-        names = [name.strip() for text in corpus.keep for name in text.split(",")]
+        names = [name.strip() for name in ",".join(corpus.keep).split(",")]
+
     reserved = ["embedding"]
     if has_windows:
         reserved += WINDOW_COLUMNS
@@ -70,6 +76,8 @@ def copied_columns(
             f"{listed(taken)}. Rename the column of the input, or omit it."
         )
 
+    # The suffix :text requests a string, unless it is part of a column's name. Texts of JSON and
+    # CSV files are always strings, so that a text such as "42" does not become a number.
     is_typed = first.format == ".parquet"
     types = {}
     for name in filter(None, names):
@@ -77,6 +85,9 @@ def copied_columns(
         column = name.removesuffix(":text") if is_text else name
         is_text = is_text or (name == corpus.text_column and not is_typed)
         types[column] = pyarrow.string() if is_text else None
+
+    # A type of None is still unknown. A column that is missing in the input is reported later, when
+    # the rows are read.
     if is_typed:
         input_types = dict(zip(schema.names, schema.types))
     else:
@@ -99,12 +110,15 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
         UserError: If a value cannot be represented exactly.
     """
     try:
+        # `pyarrow.array` would refuse numbers in a column of strings.
         if field.type == pyarrow.string():
             values = [
                 value if value is None or isinstance(value, str) else json.dumps(value, default=str)
                 for value in values
             ]
         elif file.format != ".parquet":
+            # The types were inferred from the first rows. `pyarrow.array` would silently convert
+            # some later values of another type, such as 1.5 to the integer 1.
             values = [_parsed(value, file) for value in values]
             allowed = _JSON_TYPES.get(field.type)
             for value in values:
@@ -122,8 +136,12 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
 def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str, pyarrow.DataType]:
     """Return the Arrow types of columns of JSON, CSV or TSV files; string if no other type fits.
 
-    Complete files are read, in the order of their names, until there are `_INFERENCE_ROWS` rows. So
-    all shards infer the same types, and a file that is added later does not change them.
+    Complete files are read in the order of their names until `_INFERENCE_ROWS` rows have been read.
+    All shards therefore infer the same types.
+
+    Args:
+        files: Input files.
+        names: Names of the columns.
     """
     json_types: dict[str, set[str | None]] = {name: set() for name in names}
     count = 0
@@ -137,6 +155,7 @@ def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str
 
     types = {}
     for name, seen in json_types.items():
+        # Every Arrow type has missing values. A column with nothing else is a column of strings.
         seen.discard(None)
         fitting = [
             arrow_type for arrow_type, allowed in _JSON_TYPES.items() if seen and seen <= allowed
@@ -146,16 +165,21 @@ def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str
 
 
 def _parsed(value: object, file: data.File) -> object:
-    """Return a JSON value unchanged, and a table's cell as an integer or None if it is one."""
+    """Return the value of a CSV cell that is an integer or empty; other values are unchanged.
+
+    CSV files have no types: an empty cell is a missing value. Cells with decimal fractions stay
+    text, because a float could not reproduce their digits.
+    """
     if file.format not in (".csv", ".tsv") or not isinstance(value, str):
         return value
     return int(value) if _INTEGER.fullmatch(value) else value or None
 
 
 def _json_type(value: object) -> str | None:
-    """Return the type of a value, as in `_JSON_TYPES`, "other", or None for a missing value."""
+    """Return the type of a value as in `_JSON_TYPES`, "other", or None for a missing value."""
     if value is None:
         return None
+    # In Python, a boolean is an integer, too, so this case comes first.
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, float):

@@ -1,9 +1,10 @@
 """`neobert encode SOURCE OUTPUT --model MODEL`: compute the embeddings of a corpus of any size.
 
-Memory use is constant, and any number of processes, GPUs or machines can share the work without
-communication. A part is a range of at most `rows` rows of one input file. Its name follows from
-both, and it appears complete or not at all, so a listing of OUTPUT shows what is missing. Running
-the command again resumes an interrupted run, and adds the texts of new input files.
+Memory use is constant, and the work can be distributed over any number of processes, GPUs or
+machines, which need no communication. A part contains the embeddings of at most `rows` rows of one
+input file. The name of a part is determined by the file and the range of rows, and a part appears
+complete or not at all, so a listing of OUTPUT shows which parts are missing. Running the command
+again resumes an interrupted run, and adds the texts of new input files.
 """
 
 import dataclasses
@@ -42,17 +43,19 @@ if TYPE_CHECKING:
     from ..embeddings.packed_encoder import PackedEncoder
     from .corpus_encoder import CorpusEncoder
 
+# Environment variables of torchrun and accelerate, and of srun: rank, number of processes, and rank
+# on the machine.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-# Suffixes of other formats, which are not names of directories.
+# Suffixes of files. An output with such a name is a mistake and not the name of a directory.
 _OTHER_FORMATS = (
     *data.FORMATS,
     *(".npy", ".npz", ".pt", ".pth", ".bin", ".safetensors", ".pkl", ".h5", ".hdf5"),
     *(".arrow", ".feather", ".orc", ".avro", ".db", ".sqlite", ".faiss", ".index", ".gz", ".zip"),
 )
-# Key in the metadata of an output file: the summary of its input.
+# Key of the summary in the metadata of an output file.
 SUMMARY_KEY = "neobert_input"
 
 
@@ -63,7 +66,7 @@ class Shard:
     Attributes:
         number: Index of the shard.
         count: Number of shards.
-        local: Index among the processes of this machine.
+        local: Rank among the processes of this machine, which selects the GPU.
     """
 
     number: int = 0
@@ -72,9 +75,10 @@ class Shard:
 
     @classmethod
     def from_text(cls, text: str | None = None) -> "Shard":
-        """Return the shard "i/n", or by default that of the launcher.
+        """Return the shard "i/n", or by default the shard for the rank of this process.
 
-        Launchers are torchrun and accelerate, and then srun of SLURM.
+        Raises:
+            UserError: If `text` is not a shard.
         """
         if text is None:
             for names in _LAUNCHERS:
@@ -90,14 +94,16 @@ class Shard:
     def owns(self, file: int, part: int, files: int) -> bool:
         """Return whether a part belongs to this shard.
 
-        Each process reads its files from the beginning. If there are many files, whole files are
-        distributed.
+        A process reads a file from its beginning to reach a part. Whole files are therefore
+        distributed if there are many, and single parts otherwise.
 
         Args:
             file: Index of the file.
             part: Index of the part in the file.
             files: Number of files.
         """
+        # Eight files per shard divide the work evenly enough. With fewer files, the sum of both
+        # indices distributes files of a single part, too.
         is_by_file = files >= 8 * self.count
         return (file if is_by_file else file + part) % self.count == self.number
 
@@ -113,8 +119,8 @@ class EncodeSummary:
         files: Input files, {name: bytes}.
         missing: Names of the input files whose parts are incomplete.
         encoded_texts: Number of texts that this run encoded.
-        encoded_tokens: Number of their tokens.
-        seconds: Time that this run took to encode them.
+        encoded_tokens: Number of tokens that this run encoded.
+        seconds: Time of the encoding in this run.
     """
 
     texts: int
@@ -128,6 +134,7 @@ class EncodeSummary:
 
     def describe(self, output: str) -> str:
         """Return the line that the command prints."""
+        # Only windows give a text more than one embedding.
         windows = ""
         if self.embeddings != self.texts:
             windows = f" in {self.embeddings:,} windows"
@@ -161,27 +168,32 @@ class EncodeSummary:
 def encode(
     options: EncodeOptions, progress_bar: bool = True, encoder: "PackedEncoder | None" = None
 ) -> EncodeSummary:
-    """Encode the texts of this process' shard of a corpus that have no embeddings yet.
+    """Encode the texts of a corpus that belong to this process and have no embeddings yet.
 
     Args:
         options: Options of the command.
-        progress_bar: Whether to show the progress.
-        encoder: Loaded encoder of these options.
+        progress_bar: Whether to show a progress bar.
+        encoder: Encoder that has been loaded with these options; loaded by default.
 
     Raises:
-        UserError: If an input is invalid, or if the output is not one of these options.
+        UserError: If an input is invalid, or if the output was written with other options.
     """
     shard = Shard.from_text(options.inference.shard)
     files, output = _check_paths(options.corpus, options.model.model, shard.count)
+
+    # The output is identified by the options and the weights, wherever the model is stored. The
+    # digest of a model that is not cached yet is unknown, and then its name identifies it.
     digest = model_digest(options.model.model)
     settings = identity(options)
     if digest != "unknown":
         settings["model"] = digest
 
+    # The parts of a single file are written to a temporary directory and joined at the end.
     is_file = output.endswith(".parquet")
     folder = Folder(f"{output}.work" if is_file else output)
     finished = _finished_file(output, settings, files) if is_file else None
     if finished is not None:
+        # A process that was killed after it had written the file has left its parts.
         folder.remove(output)
         return finished
 
@@ -196,6 +208,7 @@ def encode(
         run = _encode_missing(
             options, settings, digest, shard, files, folder, parts, progress_bar, encoder
         )
+        # The directory is listed again, because other shards have also written parts.
         manifest = folder.read_manifest()
         parts = folder.parts(files, settings)
 
@@ -207,6 +220,8 @@ def encode(
         missing=[file.name for file in files if not _is_complete(file, parts)],
         **run,
     )
+
+    # Until all parts are complete, temporary files may belong to running processes.
     if not summary.missing:
         clear(folder.filesystem, folder.path_of(""))
         if is_file and manifest is not None:
@@ -225,7 +240,12 @@ def _encode_missing(
     progress_bar: bool,
     encoder: "PackedEncoder | None",
 ) -> dict[str, Any]:
-    """Encode the missing parts of this shard, and return the summary's fields about the run."""
+    """Encode the missing parts of this shard, and return the fields of `EncodeSummary` for the run.
+
+    Raises:
+        UserError: If a column cannot be copied, or the model cannot be used with the options.
+    """
+    # A column that cannot be copied is reported before the model is loaded.
     manifest = folder.read_manifest()
     columns = None
     if manifest is None:
@@ -237,15 +257,20 @@ def _encode_missing(
     from ..common.loading import choose_device, choose_dtype
     from .parts import encode_files
 
+    # Under a launcher, each process uses the GPU of its local rank. A shard of the option `--shard`
+    # may run on any GPU.
     device = str(choose_device(options.inference.device))
     if shard.count > 1 and device == "cuda" and options.inference.shard is None:
         device = f"cuda:{shard.local % torch.cuda.device_count()}"
+
+    # All parts must have the same precision, so "auto" is measured only for a new output.
     if manifest is None:
         dtype = str(choose_dtype(options.inference.dtype, device)).removeprefix("torch.")
     else:
         dtype = manifest.dtype
     corpus_encoder = _corpus_encoder(options, dtype, device, encoder)
 
+    # Shards may start at the same time. The first manifest is valid for all of them.
     if manifest is None:
         assert columns is not None
         ranges = None
@@ -255,7 +280,7 @@ def _encode_missing(
         manifest = folder.write_manifest(new_manifest)
         manifest.check_settings(settings, folder.url)
         if manifest.dtype != corpus_encoder.encoder.dtype_name:
-            # Another process wrote its manifest first, with another measurement.
+            # The process that wrote the manifest measured another precision as the fastest.
             corpus_encoder = _corpus_encoder(options, manifest.dtype, device)
 
     indices = {file: index for index, file in enumerate(files)}
@@ -263,12 +288,14 @@ def _encode_missing(
     def is_wanted(file: data.File, part: int) -> bool:
         return (file, part) not in parts and shard.owns(indices[file], part, len(files))
 
+    # The progress bar has a total only for a single process: other shards also finish parts.
     todo = [file for file in files if not _is_complete(file, parts)]
     total = None
     if progress_bar and shard.count == 1:
         finished = sum(part.texts for (file, _), part in parts.items() if file in todo)
         total = sum(map(data.count_rows, todo)) - finished
 
+    # The generator writes the parts, and yields the counts of each block.
     texts = 0
     tokens = 0
     start = time.perf_counter()
@@ -286,7 +313,7 @@ def _encode_missing(
 def _corpus_encoder(
     options: EncodeOptions, dtype: str, device: str, encoder: "PackedEncoder | None" = None
 ) -> "CorpusEncoder":
-    """Return the encoder of the options; `encoder` is loaded already."""
+    """Return the corpus encoder for the options, which loads a model unless `encoder` is one."""
     from ..embeddings.packed_encoder import PackedEncoder
     from .corpus_encoder import CorpusEncoder, check_limit
 
@@ -298,6 +325,7 @@ def _corpus_encoder(
             options.inference.batch_tokens,
             **options.encoder.settings(),
         )
+    # The encoder reduces a length above the limit of the model silently.
     check_limit("max_length", options.encoder.max_length, encoder.max_length)
     return CorpusEncoder(encoder, options.model, options.long_texts, options.embeddings)
 
@@ -324,12 +352,14 @@ def _check_paths(
             "distributed over processes in a directory only."
         )
 
+    # An output inside of the source would be read as input by the next run.
     files = data.files(source)
     is_glob = bool(set("*?[") & {*source})
     check_disjoint(output, *([] if is_glob else [source]))
     if Path(model).exists():
         check_disjoint(output, model)
 
+    # Parts are named after their input file, so "a.csv" and "a.jsonl" would overwrite each other.
     stems = [part_stem(file) for file in files]
     duplicates = [file.name for file in files if stems.count(part_stem(file)) > 1]
     if duplicates:
@@ -343,11 +373,12 @@ def _check_paths(
 def _finished_file(
     output: str, settings: dict[str, Any], files: Sequence[data.File]
 ) -> EncodeSummary | None:
-    """Return the summary of an output file of these texts, None if the file does not exist.
+    """Return the summary of a finished output file, or None if the file does not exist.
 
     Raises:
-        UserError: If the output is another file.
+        UserError: If the file was written with other settings or from other texts.
     """
+    # fsspec caches listings, and another process may have written the file since then.
     filesystem, path = fsspec.url_to_fs(output)
     filesystem.invalidate_cache()
     if not filesystem.exists(path):
@@ -358,7 +389,7 @@ def _finished_file(
     if summary["files"] != {file.name: file.size for file in files}:
         names = listed([file.name for file in files], 5)
         raise UserError(
-            f"{output} must contain the texts of {names} as they are now, got an earlier output of "
+            f"{output} must contain the current texts of {names}, got an earlier output of "
             f"{listed(summary['files'], 5)}. Remove it (rm -r {output}), or use a directory as "
             "output, to which texts can be added."
         )
@@ -375,17 +406,23 @@ def _join(
     parts: Parts,
 ) -> None:
     """Write all parts as one file, and remove them."""
-    names = [part_name(*key) for file in files for key in sorted(parts) if key[0] == file]
-    about = dataclasses.asdict(summary)
+    # The rows have the order of the input files and of the rows in them.
+    order = {file: index for index, file in enumerate(files)}
+    keys = sorted(parts, key=lambda key: (order[key[0]], key[1]))
+    names = [part_name(file, number) for file, number in keys]
+
+    # The file describes the output, and not the run that completed it.
+    summary_fields = dataclasses.asdict(summary)
     for name in ("encoded_texts", "encoded_tokens", "seconds"):
-        del about[name]
-    metadata = {MANIFEST_KEY: manifest.to_json(), SUMMARY_KEY: json.dumps(about)}
+        del summary_fields[name]
+    metadata = {MANIFEST_KEY: manifest.to_json(), SUMMARY_KEY: json.dumps(summary_fields)}
     folder.join(names, output, manifest.arrow_schema, metadata)
     folder.remove(output)
 
 
 def _is_complete(file: data.File, parts: Parts) -> bool:
     """Return whether all parts of a file exist."""
+    # The number of parts is unknown until the file has been read. The last part records that it is.
     number = 0
     while part := parts.get((file, number)):
         if part.last:

@@ -1,4 +1,4 @@
-"""`CorpusEncoder`: texts to embeddings as the options of `neobert encode` describe them."""
+"""`CorpusEncoder`: embeddings of texts in the form that the options of `neobert encode` request."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,11 @@ from .manifest import Manifest, Truncation, encode_schema
 from .options import EmbeddingOptions, LongTextOptions, ModelOptions
 
 
-# The ranges of int8 are those of the embeddings of the first texts, of which the first characters
-# are read.
+# The ranges of int8 are computed from the embeddings of this many texts. Each text is truncated to
+# this many characters.
 _RANGE_TEXTS = 1000
 _RANGE_CHARACTERS = 10_000
+# Types of the values of a stored embedding. Each value of "binary" packs eight dimensions.
 _ARROW_TYPES = {
     "float32": pyarrow.float32(),
     "float16": pyarrow.float16(),
@@ -32,7 +33,7 @@ _ARROW_TYPES = {
 
 
 class CorpusEncoder:
-    """Encoder with the prompt, the windows and the form of the embeddings that options describe.
+    """Encoder with the prompt, the windows and the form of the embeddings from the options.
 
     Args:
         encoder: Loaded encoder.
@@ -58,10 +59,11 @@ class CorpusEncoder:
         self.model = model.model
         self.output_dtype = embeddings.output_dtype
         self.dimension = dimension or encoder.embedding_dimension
-        # Leading dimensions of an embedding of unit length are shorter.
+        # The leading dimensions of an embedding of unit length have a smaller norm.
         is_shortened = bool(dimension and encoder.normalizes)
         self.normalize = embeddings.normalize or is_shortened
 
+        # An empty `--prompt ""` disables the default prompt of the model.
         prompt = model.prompt
         self.prompt = encoder.prompt(model.prompt_name) if prompt is None else prompt
 
@@ -86,9 +88,12 @@ class CorpusEncoder:
             columns: Columns to copy.
             ranges: Minimum and maximum of each dimension, for int8.
         """
+        # The manifest contains no local path: a directory is described by its name and the digest.
         folder = Path(self.model)
         config = getattr(self.encoder.sentence_transformer[0].auto_model, "config", None)
 
+        # The columns of a part: those of the input, those of windows, and the embedding, a list of
+        # fixed size. Bits are packed into bytes.
         fields = list(columns)
         if self.windows is not None:
             fields += list(pyarrow.schema(WINDOW_COLUMNS))
@@ -115,12 +120,15 @@ class CorpusEncoder:
         )
 
     def tokenize(self, texts: list[str]) -> tuple[Windows, Truncation]:
-        """Return the sequences of texts, and how much of the texts was truncated."""
+        """Return the sequences of texts, and the truncation statistics."""
+        # Both tokenizers append the complete lengths of the texts to this list.
         lengths: list[int] = []
         if self.windows is None:
             tokens = self.encoder.tokenize(texts, self.prompt, lengths)
             truncation = Truncation.from_lengths(list(map(len, tokens)), lengths)
             return Windows(tokens, np.arange(len(texts))), truncation
+
+        # Windows contain all tokens of a text, so nothing is truncated.
         windows = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
         return windows, Truncation.from_lengths(lengths, lengths)
 
@@ -129,6 +137,7 @@ class CorpusEncoder:
     ) -> np.ndarray:
         """Return embeddings, (N, dimension) float32; see `PackedEncoder.embed`."""
         embeddings = self.encoder.embed(tokens, progress, self.prompt)[:, : self.dimension]
+        # As in torch, the norm has a minimum, so that zeros stay zeros.
         if self.normalize:
             norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
             embeddings = embeddings / np.maximum(norms, 1e-12)
@@ -137,18 +146,23 @@ class CorpusEncoder:
     def ranges(self, files: Sequence[File], text_column: str) -> list[list[float]]:
         """Return the minima and maxima of the dimensions in the first embeddings of a corpus.
 
-        The first texts alone determine them, so all shards compute the same ranges.
+        The ranges depend on the first texts only, so all shards compute the same ranges.
+
+        Args:
+            files: Input files.
+            text_column: Column that contains the texts.
         """
         columns = [text_column]
         rows = (row for file in files for _, row in numbered_rows(file, columns, columns))
         first = itertools.islice(rows, _RANGE_TEXTS)
+        # The first texts may have many windows, of which a limited number is encoded.
         windows, _ = self.tokenize([row[text_column][:_RANGE_CHARACTERS] for row in first])
         embeddings = self.embed(windows.tokens[:_RANGE_TEXTS])
         return [embeddings.min(axis=0).tolist(), embeddings.max(axis=0).tolist()]
 
 
 def check_limit(name: str, value: int | None, limit: int | None) -> None:
-    """Raise an error if the value of an option is above the limit of the model."""
+    """Raise UserError if the value of an option is above the limit of the model."""
     if value is not None and limit is not None and value > limit:
         raise UserError(
             f"`{name}` must be at most {limit:,}, the value of the model, got {value:,}. Lower "

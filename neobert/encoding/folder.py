@@ -1,7 +1,7 @@
 """Output directory of `neobert encode`, on a disk or in an object store.
 
-It contains the parts, each complete or absent, and `_metadata.json`, the manifest of their
-embeddings. A part that exists is finished, so any process can list the directory and knows what is
+The directory contains the parts and `_metadata.json`, the manifest of their embeddings. A part
+appears complete or not at all, so a listing of the directory shows any process which parts are
 missing. The names of all other files start with "_" or ".", which readers of parquet directories
 skip.
 """
@@ -29,8 +29,9 @@ from .manifest import Manifest, Truncation
 
 
 MANIFEST = "_metadata.json"
+# Name of the manifest in outputs of an earlier version.
 _EARLIER_MANIFEST = "_vectors.json"
-# Keys in the metadata of parquet files: the manifest, and a `Part`.
+# Keys in the metadata of parquet files: the manifest, and the description of a `Part`.
 MANIFEST_KEY = "neobert_vectors"
 PART_KEY = "neobert_part"
 
@@ -46,7 +47,7 @@ class Part:
         last: Whether the input file ends with the part.
         texts: Number of texts.
         truncation: Truncation statistics.
-        embeddings: Number of rows, which is larger than that of texts for windows.
+        embeddings: Number of embeddings, which is larger than that of texts for windows.
     """
 
     file: str
@@ -58,11 +59,13 @@ class Part:
     embeddings: int
 
 
+# Parts by input file and index in the file.
 Parts = dict[tuple[File, int], Part]
 
 
 def part_stem(file: File) -> str:
     """Return the name of the parts of an input file, without their numbers."""
+    # Parts are in one directory, so the directories of the input become a part of the name.
     return file.name[: file.name.lower().rindex(file.format or "")].replace("/", "-")
 
 
@@ -73,10 +76,14 @@ def part_name(file: File, number: int) -> str:
 
 @contextlib.contextmanager
 def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears at `path`, complete, when the block ends without an error.
+    """Open a binary file that appears at `path` when the block has ended without an error.
 
-    It appears by a hard link, in an object store by one upload. If several processes write the same
-    file, the file of the first one stays.
+    The file appears with its complete content, by a hard link on a disk and by one upload in an
+    object store. If several processes write the same file, the file of the first process stays.
+
+    Args:
+        filesystem: File system of fsspec.
+        path: Path of the file in the file system.
     """
     folder, name = os.path.split(path)
     local = is_local(filesystem)
@@ -98,6 +105,7 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
                 error.filename = path
             raise
 
+        # A hard link fails if the name exists. A rename would replace the file of another process.
         if local:
             try:
                 os.link(temporary, path)
@@ -106,16 +114,23 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
                 if not os.path.exists(path):
                     os.replace(temporary, path)
         else:
+            # Object stores that support it refuse to replace an object in this mode.
             with contextlib.suppress(FileExistsError):
                 filesystem.put_file(temporary, path, mode="create")
 
 
 def clear(filesystem: Any, path: str) -> None:
-    """Remove temporary files of killed processes: of a file, or of all files in "FOLDER/"."""
+    """Remove the temporary files that killed processes have left.
+
+    Args:
+        filesystem: File system of fsspec.
+        path: Path of a file, or "FOLDER/" for all files of a directory.
+    """
+    # In an object store, an upload that was interrupted leaves no object.
     if is_local(filesystem):
         folder, name = map(glob.escape, os.path.split(path))
-        for left in glob.glob(f"{folder}/.{name}*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+        for temporary in glob.glob(f"{folder}/.{name}*.tmp"):
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def is_local(filesystem: Any) -> bool:
@@ -125,6 +140,11 @@ def is_local(filesystem: Any) -> bool:
 
 def read_metadata(filesystem: Any, path: str, *keys: str) -> tuple[Any, ...]:
     """Return the number of rows of a parquet file and the JSON values of its metadata keys.
+
+    Args:
+        filesystem: File system of fsspec.
+        path: Path of the file in the file system.
+        *keys: Keys of the metadata.
 
     Raises:
         UserError: If the file is damaged or has no such keys.
@@ -150,7 +170,7 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the files in the directory."""
-        # fsspec keeps listings, but other processes may have written files since then.
+        # fsspec caches listings, and other processes may have written files since then.
         self.filesystem.invalidate_cache()
         if not self.filesystem.isdir(self.path):
             return []
@@ -161,10 +181,10 @@ class Folder:
         return f"{self.path}/{name}"
 
     def read_manifest(self) -> Manifest | None:
-        """Return the manifest, None for a new directory.
+        """Return the manifest, or None for a new directory.
 
         Raises:
-            UserError: If the directory contains other files.
+            UserError: If the directory contains files that neobert encode has not written.
         """
         names = self.names()
         if MANIFEST in names:
@@ -177,6 +197,7 @@ class Folder:
                 "version. Its embeddings can be read; to add texts, choose another output."
             )
 
+        # Hidden and temporary files may exist before the manifest.
         if not all(name.startswith((".", "_")) for name in names):
             raise UserError(
                 f"{self.url} must be new or an output of neobert encode, got a directory with "
@@ -187,7 +208,7 @@ class Folder:
         return None
 
     def write_manifest(self, manifest: Manifest) -> Manifest:
-        """Write the manifest, unless another process did, and return the one in the directory."""
+        """Write the manifest unless another process has, and return that of the directory."""
         with new_file(self.filesystem, self.path_of(MANIFEST)) as file:
             file.write(manifest.to_json().encode())
         # Another process may have written its manifest first.
@@ -205,6 +226,7 @@ class Folder:
         Raises:
             UserError: If a part has other settings or another input, or cannot be read.
         """
+        # Parts of input files that no longer exist are ignored.
         stems = {part_stem(file): file for file in files}
         keys = []
         for name in self.names():
@@ -212,16 +234,18 @@ class Folder:
             if match and match[1] in stems:
                 keys.append((stems[match[1]], int(match[2])))
 
-        # The metadata of each part is a request to the storage, which threads run in parallel.
+        # Reading the metadata of a part is a request to the storage. Threads run them in parallel.
         with ThreadPoolExecutor(16) as pool:
             return dict(
                 zip(keys, pool.map(lambda key: self._read_part(key[0], key[1], settings), keys))
             )
 
     def _read_part(self, file: File, number: int, settings: Mapping[str, Any]) -> Part:
+        """Read the description of a part, and check its settings and input."""
         path = self.path_of(part_name(file, number))
         rows, manifest, part = read_metadata(self.filesystem, path, MANIFEST_KEY, PART_KEY)
         Manifest.from_json(manifest, path).check_settings(settings, path)
+        # A file of another size is another input.
         if (part["file"], part["size"]) != (file.name, file.size):
             raise UserError(
                 f"{path} contains the embeddings of {part['file']} with {part['size']:,} bytes, "
@@ -238,7 +262,7 @@ class Folder:
         schema: pyarrow.Schema,
         metadata: Mapping[str, str],
     ) -> None:
-        """Write parts as one file.
+        """Write parts as one file, in bounded memory.
 
         Args:
             names: File names of the parts, in the order of the rows.
@@ -255,13 +279,13 @@ class Folder:
             for name in names:
                 with self.filesystem.open(self.path_of(name), "rb") as opened:
                     part = pyarrow.parquet.ParquetFile(opened)
-                    # Row groups are copied one by one, which bounds the memory.
+                    # A row group is the smallest unit that can be read.
                     for group in range(part.num_row_groups):
                         writer.write_table(part.read_row_group(group).cast(schema))
             writer.add_key_value_metadata(metadata)
 
     def remove(self, output: str) -> None:
-        """Remove the directory after its parts were joined, and temporary files of `output`."""
+        """Remove the directory, whose parts were joined, and temporary files of `output`."""
         if self.names():
             self.filesystem.rm(self.path, recursive=True)
         clear(*fsspec.url_to_fs(output))

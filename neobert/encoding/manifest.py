@@ -1,4 +1,4 @@
-"""Manifest of an output of `neobert encode`: which model and settings its embeddings are from."""
+"""Manifest of an output of `neobert encode`: the model and the settings of its embeddings."""
 
 import base64
 import dataclasses
@@ -28,7 +28,12 @@ class Truncation:
 
     @classmethod
     def from_lengths(cls, kept: Sequence[int], lengths: Sequence[int]) -> "Truncation":
-        """Compare the numbers of tokens that were kept with those of the complete texts."""
+        """Return the statistics of texts.
+
+        Args:
+            kept: Number of tokens of each text after truncation.
+            lengths: Number of tokens of each text before truncation.
+        """
         removed = [length - count for count, length in zip(kept, lengths)]
         texts = sum(count > 0 for count in removed)
         return cls(texts, sum(removed), max(lengths, default=0))
@@ -40,7 +45,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the embeddings of an output are from, in JSON types.
+    """Model and settings of the embeddings of an output, in JSON types.
 
     Attributes:
         model: Name of the model's directory, or its name on the Hub.
@@ -56,7 +61,7 @@ class Manifest:
         dimension: Embedding dimension.
         version: Version of this package.
         settings: Options that affect results; a resumed run must have the same ones.
-        ranges: Minimum and maximum of each dimension, for int8.
+        ranges: Minimum and maximum of each dimension for int8, which reconstruct the values.
         schema: Arrow schema of the parts, serialized, in base64.
     """
 
@@ -83,7 +88,7 @@ class Manifest:
         Raises:
             UserError: If another version of this package wrote the manifest.
         """
-        # Versions with other fields have another format.
+        # The fields identify the format: a version with other fields has another one.
         names = {item.name for item in dataclasses.fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
             raise UserError(
@@ -102,7 +107,8 @@ class Manifest:
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(self.schema)))
 
     def check_settings(self, settings: Mapping[str, Any], path: str) -> None:
-        """Raise an error unless the output at `path` has these settings."""
+        """Raise UserError unless the output at `path` has these settings."""
+        # The message names the first difference. Long values are shortened.
         for name, value in settings.items():
             expected = self.settings.get(name)
             if expected != value:

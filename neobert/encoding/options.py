@@ -61,7 +61,7 @@ class ModelOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class LongTextOptions(OptionGroup):
-    """Treatment of texts that are longer than the limit of the model."""
+    """Handling of texts that are longer than the limit of the model."""
 
     title = "Long texts"
 
@@ -80,6 +80,7 @@ class LongTextOptions(OptionGroup):
     )
 
     def __post_init__(self) -> None:
+        # An option without an effect would suggest that windows are used.
         for name in ("window", "overlap"):
             if self.long_texts == "truncate" and getattr(self, name) is not None:
                 raise UserError(f"`{name}` requires `--long-texts windows`.")

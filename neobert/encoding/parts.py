@@ -1,7 +1,7 @@
 """Parts of an output of `neobert encode`.
 
-A part is a range of the rows of one input file. Its texts are tokenized, sorted by length and
-packed into batches, and its embeddings are written in the order of the rows.
+A part contains the embeddings of a range of rows of one input file. The texts are tokenized, sorted
+by length and packed into batches. The embeddings are written in the order of the rows.
 """
 
 import functools
@@ -27,20 +27,21 @@ from .manifest import Manifest, Truncation
 from .options import CorpusOptions
 
 
-# Maximum number of characters of the texts in memory, which counts where texts are very long.
+# Maximum number of characters of a block, which bounds the memory if texts are very long. The last
+# text of a block may exceed it.
 _BLOCK_CHARACTERS = 32_000_000
 
 T = TypeVar("T")
 
 
 class Block(NamedTuple):
-    """Rows of a part: all of them, unless they are very long.
+    """Rows of a part that are encoded together: all of them, unless the texts are very long.
 
     Attributes:
         file: Input file.
         part: Index of the part in the file.
         rows: Rows, {index in the file: row}.
-        last: Whether the file ends with these rows.
+        last: Whether the block is the last one of the file.
     """
 
     file: File
@@ -56,17 +57,18 @@ def read_blocks(
     columns: Sequence[str],
     text_column: str,
 ) -> Iterator[Block]:
-    """Yield the blocks of the wanted parts of a file, which is read once from its beginning.
+    """Yield the blocks of the selected parts of a file, which is read once from its beginning.
 
-    A file without rows is one part without rows.
+    A file without rows has one part without rows.
 
     Args:
         file: Input file.
         size: Maximum number of rows of a part.
-        is_wanted: Function of the index of a part.
+        is_wanted: Function that returns whether the part with an index is selected.
         columns: Columns of a row.
         text_column: Column that contains the text.
     """
+    # After the loop, -1 identifies a file without rows.
     number = -1
     part = 0
     rows: dict[int, dict[str, Any]] = {}
@@ -75,16 +77,21 @@ def read_blocks(
         file, columns, [text_column], wanted=lambda number: is_wanted(number // size)
     )
     for number, row in numbered:
+        # The first row of the next part, or a row after many characters, completes a block. Only
+        # this loop shows whether another row follows, so a block is yielded one row later.
         if rows and (number // size != part or characters > _BLOCK_CHARACTERS):
             yield Block(file, part, rows, False)
             rows = {}
             characters = 0
 
+        # Rows of other parts are None, because they are not decoded. The reader may still decode
+        # some of them.
         part = number // size
         if row is not None and is_wanted(part):
             rows[number] = row
             characters += len(row[text_column])
 
+    # The last block may be empty if the file has no rows.
     if rows or (number < 0 and is_wanted(0)):
         yield Block(file, part, rows, True)
 
@@ -98,9 +105,9 @@ def encode_files(
     is_wanted: Callable[[File, int], bool],
     progress: Callable[[int], object],
 ) -> Iterator[tuple[int, int]]:
-    """Encode the wanted parts of files, write them, and yield (texts, tokens) after each block.
+    """Encode the selected parts of files, write them, and yield (texts, tokens) after each block.
 
-    The next block is read and tokenized while one is encoded.
+    A block is encoded while a thread reads and tokenizes the next block.
 
     Args:
         encoder: Encoder of the corpus.
@@ -108,12 +115,14 @@ def encode_files(
         folder: Directory of the parts.
         files: Input files.
         corpus: Text column and number of rows of a part.
-        is_wanted: Function of an input file and the index of a part of it.
+        is_wanted: Function that returns whether the part of a file with an index is selected.
         progress: Function that is called with the number of finished texts after each batch.
     """
+    # All parts have the schema of the manifest, which the first process has written. Columns that
+    # the encoder does not compute are read from the input.
     schema = manifest.arrow_schema
-    written = {"embedding", *(WINDOW_COLUMNS if encoder.windows else ())}
-    copied = [name for name in schema.names if name not in written]
+    new_columns = {"embedding", *(WINDOW_COLUMNS if encoder.windows else ())}
+    copied = [name for name in schema.names if name not in new_columns]
     columns = list(dict.fromkeys([corpus.text_column, *copied]))
 
     def tokenized() -> Iterator[tuple[Block, Windows, Truncation]]:
@@ -123,6 +132,7 @@ def encode_files(
                 texts = [row[corpus.text_column] for row in block.rows.values()]
                 yield block, *encoder.tokenize(texts)
 
+    # The blocks of a part follow one another. Their first two fields are the file and the part.
     for (file, number), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
         truncation = Truncation()
         texts = 0
@@ -140,6 +150,7 @@ def encode_files(
                 texts += len(block.rows)
                 yield len(block.rows), sum(map(len, windows.tokens))
 
+            # The statistics are known only now, so they are written to the end of the file.
             part = {
                 "file": file.name,
                 "size": file.size,
@@ -154,7 +165,10 @@ def encode_files(
 
 
 def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items of an iterator; a thread computes the next item while one is used."""
+    """Yield the items of an iterator while a thread computes the next item.
+
+    None ends the iteration, so it must not be among the items.
+    """
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items, None)
         while (item := following.result()) is not None:
@@ -169,8 +183,17 @@ def _embed(
     manifest: Manifest,
     progress: Callable[[int], object],
 ) -> np.ndarray:
-    """Return the embeddings of a block as they are written: (N, dimension), of bits (N, bytes)."""
-    # Batches contain embeddings, and the progress is that of the texts, which may have several.
+    """Return the embeddings of a block in their stored form.
+
+    Returns:
+        (N, dimension) array in the precision of the output. In "binary" precision, a value of the
+        (N, ceil(dimension / 8)) array contains the bits of eight dimensions.
+
+    Raises:
+        UserError: If an embedding is not finite.
+    """
+    # The encoder reports finished windows, of which a text may have several, and the progress bar
+    # counts texts. The number of finished texts is estimated from the fraction of finished windows.
     embedding_count = 0
     text_count = 0
 
@@ -184,9 +207,11 @@ def _embed(
     try:
         embeddings = encoder.embed(windows.tokens, advance)
     except NotFinite as error:
+        # The message names the row of the input, counted from 1.
         row = list(block.rows)[windows.rows[error.index]] + 1
         raise UserError(f"{block.file.url}, row {row:,}: {error}") from None
 
+    # The library has no float16. Ranges of the manifest are those of the whole output.
     if manifest.output_dtype == "float16":
         return embeddings.astype(np.float16)
     ranges = np.array(manifest.ranges, np.float32) if manifest.ranges else None
@@ -197,7 +222,8 @@ def _embed(
 def _table(
     schema: pyarrow.Schema, block: Block, windows: Windows, embeddings: np.ndarray
 ) -> pyarrow.Table:
-    """Return the rows of a block with their embeddings, and of windows with their positions."""
+    """Return the table of a block: copied columns, positions of windows, and embeddings."""
+    # A list of fixed size is a view of the flat values.
     values = pyarrow.array(embeddings.reshape(-1))
     columns: dict[str, Any] = {
         "embedding": pyarrow.FixedSizeListArray.from_arrays(values, embeddings.shape[1])
@@ -208,6 +234,7 @@ def _table(
         columns["start"] = pyarrow.array(windows.starts)
         columns["end"] = pyarrow.array(windows.ends)
 
+    # A text with several windows repeats the values of its copied columns.
     rows: list[Mapping[str, Any]] = list(block.rows.values())
     for field in schema:
         if field.name not in columns:
