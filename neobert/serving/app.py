@@ -23,6 +23,7 @@ def create_app(options: ServeOptions) -> FastAPI:
     """
     state = State(options)
 
+    # The models are loaded before the application starts, and only their threads must be ended.
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
@@ -41,6 +42,7 @@ def create_app(options: ServeOptions) -> FastAPI:
         exception_handlers=handlers,
         lifespan=lifespan,
     )
+    # The command describes the models in its log.
     app.state.serving = state
     routers = [module.make_router(state) for module in (openai, rerank, tei)]
     for router in routers:

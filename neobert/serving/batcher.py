@@ -76,6 +76,7 @@ class Batcher(Generic[SequenceT, ResultT]):
         Raises:
             HTTPException: 413 if the sequences never fit into the queue, 429 if the queue is full.
         """
+        # A request that is too large for an empty queue would be retried without end after a 429.
         tokens = sum(map(len, sequences))
         if tokens > self.queue_tokens:
             raise HTTPException(
@@ -97,6 +98,7 @@ class Batcher(Generic[SequenceT, ResultT]):
         # The task ends with the queue, and a later request starts another one.
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
+        # A request that is cancelled while it waits leaves the queue, too.
         try:
             return await job.future
         finally:
@@ -109,6 +111,7 @@ class Batcher(Generic[SequenceT, ResultT]):
             tokens = sum(len(job.sequences[index]) for job, index in batch)
             start = time.perf_counter()
             outcomes = await self._process(batch)
+
             self.metrics.batch_seconds.labels(self.name).observe(time.perf_counter() - start)
             self.metrics.batch_texts.labels(self.name).observe(len(batch))
             self.metrics.batch_tokens.labels(self.name).observe(tokens)
@@ -116,6 +119,7 @@ class Batcher(Generic[SequenceT, ResultT]):
 
             for (job, index), outcome in zip(batch, outcomes, strict=True):
                 self._finish(job, index, outcome)
+            # Tokens of the running batch count as part of the queue until here.
             self._count(-tokens, 0)
 
     def _next_batch(self) -> list[tuple[_Job[SequenceT, ResultT], int]]:
@@ -140,6 +144,7 @@ class Batcher(Generic[SequenceT, ResultT]):
     ) -> list[ResultT | Exception]:
         """Return the result of each text of a batch, or the exception that it raised."""
         sequences = [job.sequences[index] for job, index in batch]
+        # The model runs in its own thread, so that the event loop can accept requests meanwhile.
         loop = asyncio.get_running_loop()
         try:
             return list(await loop.run_in_executor(self.executor, self.function, sequences))
@@ -167,12 +172,14 @@ class Batcher(Generic[SequenceT, ResultT]):
             job.future.set_exception(outcome)
             return
 
+        # The texts of a request may be in several batches.
         job.results[index] = outcome
         if len(job.results) == len(job.sequences):
             job.future.set_result([job.results[i] for i in range(len(job.sequences))])
 
     def _remove(self, job: _Job[SequenceT, ResultT]) -> None:
         """Remove the texts of a request that are still in the queue."""
+        # `_next_batch` has removed a request whose texts are all in a batch.
         if job in self._jobs:
             self._jobs.remove(job)
             self._count(-sum(map(len, job.sequences[job.position :])), 0)

@@ -88,7 +88,7 @@ class WorkerApplication:
 
 
 def describe(app: FastAPI, options: ServeOptions, address: str) -> str:
-    """Return the line about a server that has started."""
+    """Return the log message about a server that has started."""
     state = app.state.serving
     encoder = state.encoder
     parts = [

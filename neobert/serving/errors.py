@@ -30,6 +30,7 @@ def error_response(
         message: One sentence.
         headers: Further headers.
     """
+    # The libraries of these APIs read the message from different fields.
     content: dict[str, Any]
     if path in COHERE_ROUTES:
         content = {"message": message}

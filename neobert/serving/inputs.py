@@ -19,17 +19,20 @@ def _as_list(value: Any) -> list[Any]:
         return [value]
     if not isinstance(value, list):
         raise PydanticCustomError("input", _INPUT_RULE)
+    # A list of token IDs is one text, not a batch.
     is_one_text = bool(value) and all(isinstance(item, int) for item in value)
     return [value] if is_one_text else value
 
 
 def _type(item: Any) -> str | None:
+    # Without a tag, pydantic reports `_INPUT_RULE` instead of the errors of both types.
     if isinstance(item, str):
         return "text"
     return "tokens" if isinstance(item, list) else None
 
 
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+# Strict, because pydantic would accept strings and booleans as integers.
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]],
     Field(min_length=1, max_length=MAX_CHARACTERS),

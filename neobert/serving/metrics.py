@@ -11,6 +11,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 # variable when it is imported.
 SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
+# Upper bounds of the buckets of histograms.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
@@ -20,6 +21,7 @@ class Metrics:
     """Metrics of one worker process."""
 
     def __init__(self) -> None:
+        # The global registry of prometheus_client would not allow two servers in one process.
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "neobert_requests", "HTTP requests.", ["route", "status"], registry=self.registry
@@ -84,6 +86,8 @@ class Metrics:
             pid = int(path.stem.rpartition("_")[2])
             if not _is_running(pid):
                 mark_process_dead(pid, folder)
+
+        # This registry reads the files of all workers, not the values of this process.
         registry = CollectorRegistry()
         MultiProcessCollector(registry, folder)
         return generate_latest(registry)

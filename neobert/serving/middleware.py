@@ -15,6 +15,7 @@ from .options import MAX_REQUEST_BYTES
 
 # Routes that need no API key.
 OPEN_ROUTES = ("/health", "/metrics")
+# Status of nginx for a client that disconnected. It appears in the metrics only.
 CLIENT_CLOSED = 499
 
 
@@ -57,6 +58,7 @@ class RequestGate:
         try:
             await self._handle(scope, receive, response)
         finally:
+            # Arbitrary paths would create a time series each.
             route = scope["path"] if scope["path"] in self.routes else "other"
             # Starlette answers with 500 after an exception.
             status = response.status or 500
@@ -91,6 +93,7 @@ class RequestGate:
             response.status = CLIENT_CLOSED
             return
 
+        # The route and a watcher of the connection run at the same time; the first to end decides.
         route = asyncio.ensure_future(self.app(scope, _replay(body), response.send))
         disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
@@ -103,14 +106,18 @@ class RequestGate:
                 # A finished route raises its exception here.
                 await route
                 return
+
+            # The deadline has passed, or the client has disconnected, maybe after its response.
             await _cancel(route)
             if response.is_complete:
                 return
             if disconnect.done():
                 response.status = CLIENT_CLOSED
+            # A response that has started cannot be replaced by an error.
             elif response.status is None:
                 message = f"the request took longer than {self.timeout:g} s. Retry later."
                 await refuse(503, message, {"Retry-After": "1"})
+        # Neither task may outlive the request, even if the server cancels it.
         finally:
             await _cancel(disconnect)
             await _cancel(route)
@@ -159,6 +166,7 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
     if announced.isdigit() and int(announced) > MAX_REQUEST_BYTES:
         raise _TooLarge
 
+    # A client may announce no length or a wrong one, so that the received bytes are counted, too.
     body = bytearray()
     while True:
         message = await receive()

@@ -72,7 +72,8 @@ class Encoder:
         self.max_length = self.packed_encoder.max_length
         transformer = self.packed_encoder.sentence_transformer[0].auto_model
         self.vocabulary_size: int = transformer.get_input_embeddings().num_embeddings
-        # Special tokens at the start and the end of a text, [CLS] and [SEP].
+        # Special tokens at the start and the end of a text, [CLS] and [SEP]. Token IDs with these
+        # special tokens are those of this model.
         empty = self.packed_encoder.tokenize([""])[0]
         self._ends = (empty[0], empty[-1]) if len(empty) > 1 else None
 
@@ -91,6 +92,7 @@ class Encoder:
         except UserError as error:
             raise HTTPException(400, str(error)) from error
 
+        # All values by the index of the item, because texts and token IDs are processed separately.
         ids: dict[int, np.ndarray] = {}
         lengths: dict[int, int] = {}
         texts: dict[int, str] = {}
@@ -105,6 +107,7 @@ class Encoder:
             else:
                 texts[index] = self._decode(index, item)
 
+        # The tokenizer truncates, and adds the complete lengths to `text_lengths`.
         text_lengths: list[int] = []
         text_ids = self.packed_encoder.tokenize(list(texts.values()), prompt, text_lengths)
         ids.update(zip(texts, text_ids))
@@ -152,7 +155,7 @@ class Encoder:
     def embed(self, batch: Sequence[Tokens]) -> list[np.ndarray]:
         """Return the embeddings of tokenized texts, (D,) float32 arrays."""
         embeddings: dict[int, np.ndarray] = {}
-        # Requests differ in their prompts, and a call of the encoder excludes one prompt.
+        # Requests may have different prompts, and a call of the encoder excludes one prompt.
         for prompt in {tokens.prompt for tokens in batch}:
             indices = [i for i, tokens in enumerate(batch) if tokens.prompt == prompt]
             rows = self.packed_encoder.embed([batch[i].ids for i in indices], prompt=prompt)
@@ -181,6 +184,7 @@ class Encoder:
             # The bits of the model's own normalization are kept.
             return embeddings
 
+        # A truncated embedding has another length than 1.
         embeddings = [embedding[:dimensions] for embedding in embeddings]
         if not (is_normalized or normalize):
             return embeddings
@@ -239,6 +243,7 @@ class Classifier:
         except (OSError, ValueError, SafetensorError) as error:
             raise _not_loadable(folder, error) from error
 
+        # Only a NeoBERT runs packed, and documents are sorted by a single score.
         if encoder.model.config.model_type != "neobert" or encoder.num_labels != 1:
             raise UserError(
                 f"`reranker` must be a NeoBERT CrossEncoder with one score per pair, got {folder}."
@@ -285,6 +290,7 @@ class Classifier:
         model = model.to(choose_device(options.models.device)).eval()
         _quantize(model, dtype)
         tokenizer = load_tokenizer(folder)
+        # The smallest limit of the model, its tokenizer and its training applies.
         limits = [text_limit(model, tokenizer)]
         temperature = 1.0
 
@@ -329,6 +335,7 @@ class Classifier:
     def logits(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the logits of tokenized texts, (C,) float32 arrays."""
         logits = run_if_known(self._forward, batch)
+        # The model itself runs on a GPU, and if the fast forward pass does not support it.
         if logits is None:
             packed = pack([*batch, *self._fillers(batch)], self.model.device)
             logits = self.model(**packed).logits[: len(batch)]
@@ -350,6 +357,8 @@ class Classifier:
         """
         if self.model.device.type != "cpu":
             return []
+        # Texts of one token complete the number of texts. The last one is longer, to complete the
+        # number of tokens, and needs a group of its own if there are no others.
         fillers = [np.zeros(1, np.int32) for _ in range(-len(batch) % 16)]
         tokens = sum(map(len, batch)) + len(fillers)
         if tokens % 16 and not fillers:
@@ -373,6 +382,7 @@ class Classifier:
             function: "none", "sigmoid" or "softmax"; by default that of the model's task.
         """
         values = torch.from_numpy(np.stack(logits))
+        # Independent labels and a single logit have sigmoids, as in the pipeline of transformers.
         if function is None:
             problem_type = self.model.config.problem_type
             is_binary = problem_type == "multi_label_classification" or values.shape[1] == 1
@@ -419,6 +429,7 @@ def _load_encoding(name: str | None) -> Any:
 
 
 def _weights_dtype(dtype: torch.dtype) -> torch.dtype:
+    # int8 layers are computed from float32 weights after loading.
     return torch.float32 if dtype == torch.int8 else dtype
 
 

@@ -68,6 +68,7 @@ def make_router(state: State) -> APIRouter:
 
 def encode(embedding: np.ndarray, encoding_format: str) -> list[float] | str:
     """Return an embedding as a list of floats, or as base64 of little-endian float32."""
+    # The Python client of OpenAI requests base64 by default, which is smaller than JSON numbers.
     if encoding_format == "base64":
         return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
     return embedding.tolist()

@@ -12,8 +12,9 @@ from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
 
 
 API_KEY_VARIABLE = "NEOBERT_API_KEY"
-MAX_TEXTS = 2048  # per request, as in the API of OpenAI
-MAX_CHARACTERS = 100_000  # per text
+# Maximum number of texts per request, as in the API of OpenAI, and of characters per text.
+MAX_TEXTS = 2048
+MAX_CHARACTERS = 100_000
 MAX_REQUEST_BYTES = 32 * 2**20
 
 
@@ -110,6 +111,7 @@ class ServerOptions(OptionGroup):
         Raises:
             UserError: If the environment variable is empty.
         """
+        # A variable that was meant to contain a key must not open the server.
         key = self.api_key or os.environ.get(API_KEY_VARIABLE)
         if key == "":
             raise UserError(

@@ -59,4 +59,5 @@ def make_router(state: State) -> APIRouter:
 
 def best_first(scores: np.ndarray) -> list[int]:
     """Return the indices of scores in descending order; equal scores keep their order."""
+    # Negated scores, because reversing an ascending order would reverse equal scores.
     return np.argsort(-scores, kind="stable").tolist()

@@ -36,6 +36,7 @@ class State:
         self.device = choose_device(models.device)
         self.encoder = Encoder(options)
         self.dtype = self.encoder.packed_encoder.dtype_name
+        # "auto" has been resolved, so that all models have the dtype of the encoder.
         dtype = self.encoder.packed_encoder.dtype
 
         self._reranker: Classifier | None = None
@@ -45,7 +46,8 @@ class State:
         if models.classifier is not None:
             self._classifier = Classifier.load_classifier(models.classifier, dtype, options)
 
-        # One thread for the models, and one for the tokenizers, which keep settings of their call.
+        # One thread runs all models, so that they do not compete for the cores. Another one runs
+        # the tokenizers, whose truncation is a setting that a call changes: calls must not overlap.
         self._model_thread = ThreadPoolExecutor(1, "models")
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizers")
 
@@ -70,7 +72,7 @@ class State:
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads after the batch in progress."""
         self._model_thread.shutdown(cancel_futures=True)
         self._tokenizer_thread.shutdown(cancel_futures=True)
 
@@ -103,6 +105,7 @@ class State:
     @property
     def names(self) -> list[str]:
         """Names of the models in the API."""
+        # The properties would raise an error for a model that is not loaded.
         models = (self.encoder, self._reranker, self._classifier)
         return [model.name for model in models if model is not None]
 
@@ -129,6 +132,7 @@ class State:
         return await self.predictions.run(tokens)
 
     async def _tokenize(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
+        # Long texts would block the event loop.
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizer_thread, function, *arguments)
 

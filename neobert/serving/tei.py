@@ -22,6 +22,7 @@ class TeiBody(Body):
         truncation_direction: Side at which long texts are truncated.
     """
 
+    # Clients of this API use both spellings.
     truncation_direction: Literal["right", "Right"] = "right"
 
 
@@ -68,6 +69,7 @@ class PredictBody(TeiBody):
     @model_validator(mode="before")
     @classmethod
     def _wrap_single(cls, data: Any) -> Any:
+        # pydantic reports a body that is no object.
         if not isinstance(data, dict):
             return data
 
@@ -94,6 +96,7 @@ def make_router(state: State) -> APIRouter:
 
     @router.post("/rerank")
     async def rerank(body: RerankBody) -> list[dict[str, Any]]:
+        # Unlike the routes of Cohere, this API applies a sigmoid, whatever the model applies.
         logits, _ = await state.rank(body.query, body.texts, body)
         scores = np.stack(logits)[:, 0]
         if not body.raw_scores:
@@ -114,6 +117,7 @@ def make_router(state: State) -> APIRouter:
         function = "none" if body.raw_scores else parameters.function_to_apply
 
         logits = await state.predict([tuple(item) for item in body.inputs], body)
+        # Labels are sorted by their score, as in the API.
         predictions = [
             [
                 {"score": float(row[index]), "label": classifier.labels[index]}
@@ -127,6 +131,7 @@ def make_router(state: State) -> APIRouter:
 
     @router.get("/info")
     async def info() -> dict[str, Any]:
+        # Fields without a counterpart in this server are None.
         encoder = state.encoder
         return {
             "model_id": encoder.name,
