@@ -29,6 +29,7 @@ Texts = Sequence[str] | Sequence[tuple[str, ...]]
 Labels = Sequence | np.ndarray
 Metric = Callable[[np.ndarray, np.ndarray], float]
 
+# A linear model on more rows would take minutes, and the baselines should take seconds.
 MAX_TRAIN_ROWS = 20_000
 BOOTSTRAP_SAMPLES = 200
 
@@ -48,7 +49,8 @@ METRICS: dict[str, Metric] = {
     "spearman": lambda labels, predictions: _correlation(
         scipy.stats.spearmanr, labels, predictions
     ),
-    # Of the numbers of correct, predicted and true entities or words per text, (N, 3).
+    # The predictions of a text are its numbers of correct, predicted and true entities or words,
+    # (N, 3), so that a bootstrap resamples texts. The labels are not used.
     "entity_f1": lambda labels, counts: _ratio(2 * counts[:, 0].sum(), counts[:, 1:].sum()),
     "word_accuracy": lambda labels, counts: _ratio(counts[:, 0].sum(), counts[:, 2].sum()),
 }
@@ -134,6 +136,7 @@ def fit_baselines(
     The constant baseline uses all rows. The linear model uses at most `max_train_rows`, a seeded
     sample. The linear model is left out if the sample has a single label or no characters.
     """
+    # The constant baseline needs no features, but scikit-learn requires an array of them.
     labels = np.asarray(train_labels)
     constant = DummyRegressor() if regression else DummyClassifier(strategy="most_frequent")
     constant.fit(np.zeros((len(labels), 1)), labels)
@@ -183,6 +186,7 @@ def fit_embedding_baseline(
     labels = np.asarray(train_labels)
     # With inputs of unit variance, the same strengths suit every encoder.
     scale = train_embeddings.std() or 1.0
+    # From strong to weak regularization, so that the stronger of two equal ones is selected.
     strengths = (100.0, 10.0, 1.0, 0.1) if regression else (0.01, 0.1, 1.0, 10.0)
     best_value = -math.inf
     for strength in strengths:
@@ -202,6 +206,7 @@ def _linear_model(labels: np.ndarray, regression: bool, strength: float) -> Any:
     """Return a ridge or logistic regression; `strength` is alpha or C."""
     if regression:
         return Ridge(alpha=strength)
+    # Labels of shape (N, C) are those of a multi-label task, with one model per class.
     model = LogisticRegression(C=strength, max_iter=1000)
     return OneVsRestClassifier(model) if labels.ndim == 2 else model
 
@@ -215,6 +220,7 @@ def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[f
     truth = np.asarray(labels)
     predicted = np.asarray(predictions)
     value = float(METRICS[metric](truth, predicted))
+    # The bootstrap would estimate the same value for a mean of zeros and ones.
     if metric == "accuracy":
         return value, math.sqrt(value * (1 - value) / len(truth))
     return value, bootstrap_error(METRICS[metric], truth, predicted)
@@ -228,6 +234,7 @@ def difference_and_error(
     Both are measured on the same rows, so the error is that of the paired difference.
     """
     truth = np.asarray(labels)
+    # Predictions of both models in one array are resampled together, by the same rows.
     both = np.stack([np.asarray(predictions), np.asarray(others)], axis=1)
 
     def difference(labels: np.ndarray, both: np.ndarray) -> float:
@@ -257,6 +264,7 @@ class _TextFeatures:
     """
 
     def __init__(self) -> None:
+        # Unlike the default, the pattern keeps words of one letter and punctuation.
         self.words = TfidfVectorizer(
             ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]+", sublinear_tf=True
         )
@@ -266,6 +274,7 @@ class _TextFeatures:
         self.union = FeatureUnion([("words", self.words), ("characters", self.characters)])
 
     def fit(self, texts: Texts) -> "_TextFeatures":
+        # Both texts of a pair have the same vocabulary, so that their features can be compared.
         self.union.fit([text for row in texts for text in _parts(row)])
         return self
 
@@ -275,6 +284,7 @@ class _TextFeatures:
             return self.union.transform(columns[0])
 
         first, second = (self.union.transform(column) for column in columns)
+        # The rows of each vectorizer have length 1, so that the sum of a product is a cosine.
         product = first.multiply(second).tocsr()
         words = len(self.words.vocabulary_)
         similarities = np.hstack([product[:, :words].sum(axis=1), product[:, words:].sum(axis=1)])

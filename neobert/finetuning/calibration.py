@@ -11,14 +11,15 @@ from scipy.special import expit, log_expit, log_softmax, softmax
 
 
 NUM_BINS = 15
-# Bounds of the temperature. A model without an error on the validation rows would have none.
+# Bounds of the temperature. Without an error on the validation rows, lower temperatures are always
+# better.
 _LOWEST = 0.05
 _HIGHEST = 20.0
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperature of a classifier, and what it changes.
+    """Temperature of a classifier, and its calibration error without and with the temperature.
 
     Attributes:
         temperature: Number that logits are divided by; 1 changes nothing.
@@ -51,7 +52,6 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, multi_label: bool) -
         labels: (N,) class numbers, or (N, C) zeros and ones of a multi-label task.
         multi_label: Whether every class has a probability of its own.
     """
-    # The temperature minimizes the mean negative log likelihood (Guo et al. 2017).
     logits = np.asarray(logits, dtype=np.float64)
     if not len(logits):
         return 1.0
@@ -59,12 +59,13 @@ def fit_temperature(logits: np.ndarray, labels: np.ndarray, multi_label: bool) -
     def loss(log_temperature: float) -> float:
         scaled = logits / np.exp(log_temperature)
         if multi_label:
+            # The probability of a label y in {-1, 1} is sigmoid(y * logit).
             signs = np.where(labels > 0.5, 1.0, -1.0)
             return float(-log_expit(signs * scaled).mean())
         chosen = log_softmax(scaled, axis=-1)[np.arange(len(labels)), labels]
         return float(-chosen.mean())
 
-    # The logarithm of the temperature is symmetric around 1.
+    # On a logarithmic scale, temperatures below and above 1 have intervals of the same size.
     bounds = (np.log(_LOWEST), np.log(_HIGHEST))
     return float(np.exp(minimize_scalar(loss, bounds=bounds, method="bounded").x))
 
@@ -82,10 +83,12 @@ def calibration_error(confidences: np.ndarray, correct: np.ndarray) -> float:
     correct = np.ravel(correct)
     if not len(confidences):
         return 0.0
+    # A confidence of 1 belongs to the last bin.
     bins = np.minimum((confidences * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
     confidence_sums = np.bincount(bins, confidences, NUM_BINS)
     correct_sums = np.bincount(bins, correct.astype(float), NUM_BINS)
+    # A bin has the distance |confidence_sum - correct_sum| / count and the weight count / N.
     return float(np.abs(confidence_sums - correct_sums).sum() / counts.sum())
 
 
@@ -103,6 +106,7 @@ def calibrate(
     """
     temperature = fit_temperature(*validation, multi_label)
     logits, labels = test
+    # The predictions do not change with the temperature, only their confidences.
     errors = []
     for value in (1.0, temperature):
         scores = probabilities(logits, value, multi_label)

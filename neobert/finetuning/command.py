@@ -6,7 +6,7 @@
 
 Every run is a directory OUTPUT/<name>/<task>/<run>/ that contains result.json at the end. Running
 the command again skips finished runs and resumes an unfinished run from its newest checkpoint.
-OUTPUT/table.md and table.json are made from all result.json files under OUTPUT.
+OUTPUT/table.md and table.json contain the results of all result.json files under OUTPUT.
 """
 
 import functools
@@ -38,7 +38,7 @@ logger = logging.getLogger("neobert.glue")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all runs of a command share.
+    """Inputs that all runs of a command share.
 
     Attributes:
         tokenizer: Tokenizer of the model.
@@ -70,6 +70,7 @@ def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
         the highest selection score over seeds and grid.
     """
     model = options.model.model
+    # The paper fine-tunes the smaller tasks on sentence pairs from an MNLI checkpoint.
     if not task.from_mnli or options.model.start == "none":
         return None, model
 
@@ -107,7 +108,8 @@ def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
             PRESET_HIDDEN_SIZE,
         )
 
-    # All runs of a task have the same training rows, and so the same baselines.
+    # All runs of a task have the same training rows, and so the same baselines. The first run that
+    # is not finished fits them.
     baselines = functools.cache(lambda: task_baselines(task, splits, options.selection))
 
     def run(hyperparameters: Hyperparameters, seed: int) -> dict:
@@ -121,11 +123,14 @@ def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
             start=start,
         )
         logger.info("%s: %s", task.name, glue_run.folder.name)
+        # The weights of a run are saved only if it is better than all finished runs of the task.
         best = max((score for score, _ in runs_of_row(options, task.name)), default=-math.inf)
         result = fine_tune(glue_run, model, splits, inputs.tokenizer, best, baselines)
         logger.info("%s: dev %.2f", glue_run.folder.name, 100 * result["score"])
         return result
 
+    # The grid is searched with one seed only. The run of this seed is not repeated below: a
+    # finished run returns its result.
     seeds = options.optimization.seeds
     chosen = combinations[0]
     if len(combinations) > 1:
@@ -158,6 +163,7 @@ def report_baselines(task: Task, results: list[dict]) -> None:
     texts = [f"{name} {100 * value:.1f} ± {100 * error:.1f}" for name, value, error in entries]
     logger.info("%s, dev %s: %s", task.name, task.metric_name, ", ".join(texts))
 
+    # The first entry is the fine-tuned model.
     best_name, best_value, _ = max(entries[1:], key=lambda entry: entry[1])
     if mean <= best_value:
         logger.warning(
@@ -183,9 +189,11 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
     """
     output = options.output.output
     model = options.model.model
+    # Files of other programs are not overwritten.
     table = earlier_result(Path(output) / "table.json", "measured")
     check_result_files(output, "glue", table, "table.json", "table.md")
 
+    # All rows are read and checked now, because an error in the last task would come hours later.
     revision = model_digest(model)
     hidden_size = encoder_hidden_size(model, options.model.trust_remote_code)
     splits = {task.name: load_task(task, options.data.data) for task in tasks}
@@ -198,6 +206,7 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
         previous = result["settings"]
         is_same = previous["revision"] == revision
         if result["row"] == options.row:
+            # Tasks that this command does not run keep their rows.
             rows = digests.get(result["task"], previous["rows"])
             is_same = is_same and previous["rows"] == rows
         if result["name"] == options.name and not is_same:
@@ -221,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = ""
     for task in tasks:
         run_task(options, task, inputs)
+        # The table is written after every task, so that an interrupted command leaves one.
         if is_main:
             page = write_tables(options.output.output)
     if is_main:

@@ -1,4 +1,4 @@
-"""Baselines of a run on the same rows, and what fine-tuning is worth beside them."""
+"""Baselines of a run on the same rows, and their comparison with the fine-tuned model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from .splits import Splits
 from .token_baselines import fit_token_baselines
 
 
-# A difference of fewer standard errors may be due to the choice of the test rows.
+# A difference of fewer standard errors may be due to the sample of test rows.
 CLEAR_ERRORS = 2.0
 
 
@@ -35,8 +35,8 @@ class Result:
         name: Name for a table.
         metrics: Values of the metrics.
         errors: Standard errors of the metrics over test rows.
-        labels: Labels of the test rows, as metrics take them.
-        predictions: Predictions, as metrics take them.
+        labels: Labels of the test rows, in the form that the metrics take.
+        predictions: Predictions, in the form that the metrics take.
         train_rows: Number of rows that the model was fitted on.
     """
 
@@ -153,6 +153,7 @@ class Baselines:
             metric: Metric that selects the regularization of the model on embeddings.
         """
         test = self.splits.test
+        # The baselines of tokens predict tags of words, all others one label per row.
         if self.task.name == TOKENS:
             tags = fit_token_baselines(
                 self.task,
@@ -171,7 +172,7 @@ class Baselines:
         fitted = fit_baselines(
             _texts(train), _labels(train), _texts(test), regression=is_regression
         )
-        # A linear model needs at least two labels.
+        # scikit-learn refuses to fit a linear model on a single label.
         if len(np.unique(_labels(train), axis=0)) > 1:
             fitted.append(self._embedding_baseline(metric))
         return [
@@ -180,17 +181,20 @@ class Baselines:
         ]
 
     def _embedding_baseline(self, metric: str) -> Any:
+        # The linear model learns from the same number of rows as that on TF-IDF features.
         train = self.splits.train
         if len(train) > MAX_TRAIN_ROWS:
             order = np.random.default_rng(0).permutation(len(train))
             train = train.select(order[:MAX_TRAIN_ROWS])
-        # The encoder is that of the start, before fine-tuning.
+
+        # The encoder has the weights from before fine-tuning.
         encoder = PackedEncoder(
             self.options.model.model,
             dtype="float32",
             max_length=self.max_length,
             trust_remote_code=self.options.model.trust_remote_code,
         )
+
         validation = self.splits.validation
         return fit_embedding_baseline(
             _embeddings(encoder, train),
@@ -205,7 +209,7 @@ class Baselines:
 
 def _labels(examples: Examples) -> np.ndarray:
     labels = np.asarray(examples.labels)
-    # Labels of a multi-label task are floats for the loss.
+    # Labels of a multi-label task are floats, as the loss takes them; scikit-learn takes integers.
     return labels.astype(np.int64) if labels.ndim == 2 else labels
 
 
@@ -223,5 +227,6 @@ def _embeddings(encoder: PackedEncoder, examples: Examples) -> np.ndarray:
     ]
     if len(columns) == 1:
         return columns[0]
+    # The usual features of a pair for a linear model, which cannot multiply its inputs itself.
     first, second = columns
     return np.hstack([first, second, abs(first - second), first * second])

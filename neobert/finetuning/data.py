@@ -25,6 +25,7 @@ def split_heldout(rows: int, fraction: float, max_rows: int) -> tuple[list[int],
         fraction: Fraction of the rows to hold out.
         max_rows: Maximum number of held-out rows.
     """
+    # The seed is fixed. Sorted indices keep the rows in the order of the file.
     count = min(max_rows, int(rows * fraction))
     order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
@@ -53,6 +54,7 @@ def prepare(
     from datasets import Dataset, concatenate_datasets
 
     def tokenize(columns: dict[str, list]) -> Dataset:
+        # The collator pads each batch, so that rows keep their lengths here.
         texts = (columns[name] for name in task.texts)
         encoded = tokenizer(*texts, truncation=True, max_length=max_length)
         return Dataset.from_dict({**encoded, "labels": columns["label"]})
@@ -89,6 +91,7 @@ def evaluation_metrics(
         rows, or of the dev set without them.
     """
     predictions = predicted_labels(task, logits)
+    # `slices` is in the order in which `prepare` concatenated the parts.
     parts = {name: scores(task, predictions[rows], labels[rows]) for name, rows in slices.items()}
     dev = [parts[split] for split in task.validation]
     metrics = {f"dev_{name}": float(np.mean([part[name] for part in dev])) for name in dev[0]}
@@ -114,6 +117,7 @@ def score_and_error(
     """
     values = []
     variances = []
+    # The bootstrap resamples the mean of several metrics as a whole, because they are correlated.
     for split in task.validation:
         if task.metrics == ("accuracy",):
             value, error = value_and_error("accuracy", labels[split], predictions[split])
@@ -127,6 +131,7 @@ def score_and_error(
         # MNLI has two dev sets, and reports the mean of both.
         values.append(value)
         variances.append(error**2)
+    # The standard error of a mean of independent values.
     return float(np.mean(values)), math.sqrt(sum(variances)) / len(values)
 
 

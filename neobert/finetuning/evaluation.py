@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Label of tokens that the loss ignores.
+# Label of tokens that the cross entropy of torch ignores.
 IGNORED = -100
 
 
@@ -58,9 +58,10 @@ def tokenize(
     from datasets import Dataset
 
     columns = [list(column) for column in zip(*examples.texts)]
-    # Tokenized twice, because the truncated result does not tell which texts were longer.
+    # Tokenized twice, because the truncated result does not show which texts were longer.
     complete = tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
     truncated = sum(len(ids) > max_length for ids in complete)
+
     is_tagged = task.name == TOKENS
     encoded = dict(
         tokenizer(
@@ -72,12 +73,14 @@ def tokenize(
     )
     if not is_tagged:
         labels: list[Any] = examples.labels
+        # The labels are standardized, and the output layer is rescaled after training.
         if scaling is not None:
             factor, offset = scaling
             labels = [(label - offset) / factor for label in labels]
         dataset = Dataset.from_dict({**encoded, "labels": labels})
         return Part(examples, dataset, [], truncated)
 
+    # Tags are those of words, labels those of tokens.
     numbers = {tag: number for number, tag in enumerate(task.labels)}
     positions = []
     token_labels = []
@@ -105,6 +108,7 @@ def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarr
     missing = missing_logits(task.labels)
     rows = []
     for row, positions in zip(logits, part.positions):
+        # The position -1 of a truncated word would select the last token.
         words = row[np.maximum(positions, 0)].astype(np.float32)
         words[positions < 0] = missing
         rows.append(words)
@@ -119,6 +123,7 @@ def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
     """
     if task.name == REGRESSION:
         return logits[:, 0]
+    # A logit above 0 is a probability above 0.5.
     if task.name == MULTI_LABEL:
         return (logits > 0).astype(np.int64)
     if task.name == TOKENS:
@@ -131,6 +136,7 @@ def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
 
 def metric_inputs(task: TextTask, labels: Sequence, predicted: Any) -> tuple[Any, np.ndarray]:
     """Return labels and predictions in the form that `baselines.METRICS` take."""
+    # Metrics of entities are ratios of sums, and need only three counts per text.
     if task.name == TOKENS:
         counts = [tag_counts(truth, tags, task.bio) for truth, tags in zip(labels, predicted)]
         return np.zeros(len(counts)), np.array(counts).reshape(-1, 3)
@@ -188,6 +194,8 @@ def _table_row(
 
 def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[str, Any]]:
     """Return the table of entity types, or of plain tags over words."""
+    # Numbers of correct, predicted and true items per label. Words take the place of characters as
+    # the units of the bounds.
     counts: dict[str, np.ndarray] = {}
     for truth, tags in zip(labels, predicted):
         bounds = [(index, index + 1) for index in range(len(truth))]
@@ -196,6 +204,7 @@ def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[st
         for column, items in enumerate((true_items & predicted_items, predicted_items, true_items)):
             for item in items:
                 counts.setdefault(item.label, np.zeros(3))[column] += 1
+
     rows = []
     for label in sorted(counts):
         correct, guessed, true = counts[label]
@@ -208,6 +217,7 @@ def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[st
 
 def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) -> float | None:
     """Return the mean distance of labels and predictions, None if the labels are no numbers."""
+    # Labels such as 1 to 5 stars are classes with an order.
     try:
         values = np.array([float(name) for name in task.labels])
     except ValueError:
@@ -221,6 +231,7 @@ def confusion(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int
     """Return the numbers of test rows per label (row) and prediction (column), if there are any."""
     if task.name in (REGRESSION, MULTI_LABEL, TOKENS):
         return None
+    # Unlike `matrix[rows, columns] += 1`, `np.add.at` counts repeated cells, too.
     matrix = np.zeros((len(task.labels), len(task.labels)), dtype=int)
     np.add.at(matrix, (np.asarray(labels), np.asarray(predicted)), 1)
     return matrix.tolist()

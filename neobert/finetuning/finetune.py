@@ -75,6 +75,7 @@ from .trainer import (
 
 logger = logging.getLogger("neobert.finetuning")
 
+# Minimum default learning rate with LoRA.
 LORA_LEARNING_RATE = 3e-4
 
 
@@ -119,8 +120,9 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
     # The output may be removed or replaced, so it must not contain an input.
     inputs = [data.train, data.validation_file, data.test_file, model]
     check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
-    # The rows are read before the run is claimed, because the task depends on them.
+    # The rows are read before the output directory is claimed, because the task depends on them.
     task, splits = read_splits(data, _known_labels(options))
+
     metric = options.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
         raise UserError(
@@ -184,7 +186,7 @@ def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArgum
         )
     import torch
 
-    # On a CPU, torch warns about memory that is pinned for nothing.
+    # On a CPU, torch warns that pinned memory has no use.
     trainer.setdefault("dataloader_pin_memory", torch.cuda.is_available())
     return training_arguments(folder, trainer, FIXED)
 
@@ -251,12 +253,14 @@ class Finetuning:
             auto_class=self.auto_class,
         )
         check_vocabulary(self.tokenizer, model, name)
+
         # Labels are standardized for training. The saved model predicts in their unit again.
         if self.task.name == REGRESSION and output_layer(model) is not None:
             self.scaling = _label_scaling(self.splits.train.labels)
         # Texts cannot be longer than the positions of the model.
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
+
         lora = options.lora.settings()
         if lora:
             task_type = "TOKEN_CLS" if self.task.name == TOKENS else "SEQ_CLS"
@@ -281,8 +285,11 @@ class Finetuning:
         return trainer
 
     def _tokenize(self) -> None:
-        parts = {"train": self.splits.train, "validation": self.splits.validation}
-        parts["test"] = self.splits.test
+        parts = {
+            "train": self.splits.train,
+            "validation": self.splits.validation,
+            "test": self.splits.test,
+        }
         self.parts = {
             name: tokenize(self.task, part, self.tokenizer, self.max_length, self.scaling)
             for name, part in parts.items()
@@ -298,6 +305,8 @@ class Finetuning:
             )
 
     def _metrics(self, output: EvalPrediction) -> dict[str, float]:
+        # A regression predicts standardized labels here. Its metrics are correlations, which do not
+        # depend on the unit.
         part = self.parts["validation"]
         predicted = predictions(self.task, part, output_logits(output))
         values = metric_values(self.task, part.examples.labels, predicted)
@@ -308,6 +317,7 @@ class Finetuning:
         # All processes predict; only the main process evaluates and writes.
         validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
         test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
+        # Until the model is saved, it predicts standardized labels.
         if self.scaling is not None:
             test_logits = test_logits * self.scaling[0] + self.scaling[1]
         result = self._evaluate(trainer, validation_logits, test_logits)
@@ -364,6 +374,7 @@ class Finetuning:
         step = trainer.state.best_global_step
         selected = next((entry for entry in history if entry["step"] == step), history[-1])
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+        # With LoRA, few of the parameters are trained.
         model: Any = trainer.model
         trained, total = trainable_parameters(model)
         return {
@@ -435,6 +446,7 @@ def _label_scaling(labels: Sequence[float]) -> tuple[float, float]:
 
 def _encoder_pooling(model: str) -> str | None:
     """Return the pooling of a sentence encoder if a head has it: "mean" or "cls", or None."""
+    # sentence-transformers stores the settings of its pooling module in this directory.
     path = Path(model) / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
@@ -443,7 +455,7 @@ def _encoder_pooling(model: str) -> str | None:
 
 
 def _single_class_warning(task: TextTask, predicted: Any) -> str | None:
-    """Return a warning if nothing was learned."""
+    """Return a warning if all predictions are equal, which means that nothing was learned."""
     if task.name == REGRESSION:
         is_constant = np.ptp(predicted) == 0
         what = "predicts the same value for"

@@ -15,7 +15,7 @@ from .finetune_options import FinetuneOptions
 from .rows import CLASSIFICATION, REGRESSION, TOKENS, TextTask
 
 
-# A matrix of more labels is in the plot and in metrics.json only.
+# A confusion matrix of more labels is in the plot and in metrics.json only.
 _MAX_MATRIX = 12
 
 
@@ -86,8 +86,10 @@ def _usage(name: str, task: TextTask) -> str:
     pipeline = "token-classification" if task.name == TOKENS else "text-classification"
     more = ', aggregation_strategy="first"' if task.name == TOKENS and task.bio else ""
     text = '"A text."'
+    # The pipeline takes a pair as a dictionary.
     if len(task.text_columns) == 2:
         text = '{"text": "A text.", "text_pair": "Another one."}'
+    # By default the pipeline applies a sigmoid to a single output.
     if task.name == REGRESSION:
         more = ', function_to_apply="none"'
     return (
@@ -111,6 +113,7 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
         for row in result["label_table"]
     ]
     text = markdown_table(["label", "precision", "recall", "F1", count], rows) + "\n"
+    # Labels that are numbers, such as stars, have a distance.
     if result["mean_distance"] is not None:
         text += f"Mean distance of label and prediction: {result['mean_distance']:.3f}.\n\n"
     if task.name != CLASSIFICATION:
@@ -126,6 +129,7 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
 
 
 def _calibration_section(result: Mapping[str, Any]) -> str:
+    # A regression has no probabilities.
     calibration = result["calibration"]
     if calibration is None:
         return ""

@@ -46,7 +46,7 @@ class DataOptions(OptionGroup):
 
     title = "Data"
 
-    # Rows are identified by their content.
+    # A run is identified by the content of its rows, so that their paths do not affect the results.
     train: str = option(
         help="Labeled rows (.csv, .tsv, .jsonl, .parquet): a file, a directory, a glob or a URL.",
         positional=True,
@@ -69,13 +69,13 @@ class DataOptions(OptionGroup):
     )
     validation_file: str | None = option(
         None,
-        "Rows that select the checkpoint. By default a part of the training rows.",
+        "File of rows that select the checkpoint. By default a part of the training rows.",
         metavar="PATH",
         affects_results=False,
     )
     test_file: str | None = option(
         None,
-        "Rows that measure the result. By default a part of the training rows.",
+        "File of rows for the final evaluation. By default a part of the training rows.",
         metavar="PATH",
         affects_results=False,
     )
@@ -159,7 +159,7 @@ TRAINER_DEFAULTS = {
 
 FINETUNE = OptionParser(
     "neobert finetune",
-    "Fine-tune an encoder as a classifier, a regression model or a tagger of tokens on your own "
+    "Fine-tune an encoder as a classifier, a regression model or a token classifier on your own "
     "rows, and compare the result with simple baselines.",
     FinetuneOptions,
     "neobert finetune reviews.csv --text-column review --label-column stars --model "

@@ -53,6 +53,7 @@ def check_sizes(task: Task, combinations: list[Hyperparameters], trainer: dict[s
         UserError: If a batch size is not divisible, or an option of Trainer is out of range.
     """
     check_trainer_options(trainer)
+    # A global batch is divided among the processes, and into micro-batches.
     parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
     for hyperparameters in combinations:
         if hyperparameters.batch_size % parts:
@@ -91,6 +92,7 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
     chosen = run.hyperparameters
     trainer = run.options.trainer
     selection = run.options.selection
+    # The options are ratios of an epoch or of the run, and Trainer takes numbers of steps.
     batches = math.ceil(rows / chosen.batch_size)
     steps = math.ceil(batches * trainer["num_train_epochs"])
     # The appendix of the paper evaluates every min(500, batches // 10) steps.
@@ -98,6 +100,7 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
     interval = max(1, min(selection.max_eval_interval, part_of_epoch))
     parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
 
+    # Options of the protocol cannot be changed; the others are defaults.
     fixed = {
         "per_device_train_batch_size": chosen.batch_size // parts,
         "learning_rate": chosen.learning_rate,
@@ -152,6 +155,7 @@ def fine_tune(
         return build_trainer(run, model, splits, tokenizer, checkpoints)
 
     def save(trainer: GlueTrainer, folder: Path) -> dict[str, Any]:
+        # All processes predict; only the main process fits the baselines and writes.
         result = summarize(trainer)
         if trainer.is_world_process_zero():
             result["baselines"] = [asdict(baseline) for baseline in baselines()]
@@ -189,6 +193,7 @@ def build_trainer(
         checkpoints: Directory of the checkpoints.
     """
     options = run.options
+    # A new head is random, so that the seed is set before the model is loaded.
     set_seed(run.seed)
     model, new_head = load_classifier(
         model_name,
@@ -247,9 +252,11 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     history = trainer.evaluation_history()
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
 
+    # With LoRA, few of the parameters are trained.
     model: Any = trainer.model
     trained, total = trainable_parameters(model)
     rows = {name: part.stop - part.start for name, part in trainer.slices.items()}
+    # MNLI has metrics of both dev splits besides their means.
     prefixes = ("dev_", *(f"{split}_" for split in task.validation))
     return {
         "kind": "glue run",
@@ -293,9 +300,11 @@ def _dev_statistics(trainer: GlueTrainer) -> tuple[float, int | None]:
     logits, labels = trainer.predict_logits(trainer.evaluation_rows)
     predictions = predicted_labels(task, logits)
 
+    # The evaluation rows also contain the held-out rows, which do not count here.
     dev_predictions = {split: predictions[slices[split]] for split in task.validation}
     dev_labels = {split: labels[slices[split]] for split in task.validation}
     _, error = score_and_error(task, dev_predictions, dev_labels)
+    # A single predicted class means that nothing was learned.
     if task.regression:
         return error, None
     return error, len(np.unique(np.concatenate([*dev_predictions.values()])))

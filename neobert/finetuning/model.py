@@ -59,6 +59,8 @@ def load_classifier(
         UserError: If the model does not exist, lacks weights of the encoder, needs code that was
             not trusted, or cannot classify.
     """
+    # transformers raises one of several errors for a damaged or missing file, and for untrusted
+    # code.
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         # A regression has one output and no label names.
@@ -70,6 +72,7 @@ def load_classifier(
         for field in _DROPOUTS:
             if hasattr(config, field):
                 setattr(config, field, head_dropout)
+        # Other encoders ignore the field.
         if pooling is not None:
             config.classifier_pooling = pooling
 
@@ -87,6 +90,7 @@ def load_classifier(
     # A new head may be missing or of another size. Missing weights of the encoder mean that
     # another architecture was loaded, which would train from random weights.
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
+    # The pooler of a BERT is part of the encoder, but pre-trained checkpoints may lack it.
     prefix = f"{model.base_model_prefix}."
     encoder_keys = sorted(
         key for key in missing if key.startswith(prefix) and ".pooler." not in f".{key}"

@@ -28,8 +28,10 @@ from .tasks import HUB_DATA, Task
 
 RECIPE = RECIPES / "glue.yaml"
 DEFAULT_PRESET = "neobert-4096"
-PRESET_HIDDEN_SIZE = 768  # of the models that the presets were tuned for
+# Hidden size of the models that the presets were tuned for.
+PRESET_HIDDEN_SIZE = 768
 
+# {preset: {task: {hyperparameter: value}}}, and {hyperparameter: values}.
 Presets = dict[str, dict[str, dict[str, int | float]]]
 GridValues = dict[str, list[int | float]]
 
@@ -89,7 +91,7 @@ class DataOptions(OptionGroup):
         help="Comma-separated tasks of mnli, qnli, qqp, rte, sst2, mrpc, cola and stsb, or all.",
         metavar="NAMES",
     )
-    # Data is identified by its rows.
+    # A run is identified by the digest of its rows, so that their path does not affect the results.
     data: str = option(
         HUB_DATA,
         "Name on the Hub, or a directory with <task>/<split>.jsonl, .csv, .tsv or .parquet.",
@@ -235,6 +237,7 @@ class GlueOptions:
     @property
     def name(self) -> str:
         """Name of the model in the table."""
+        # The absolute path of "." has a name.
         return self.output.name or Path(os.path.abspath(self.model.model)).name
 
     @property
@@ -288,6 +291,7 @@ class GlueOptions:
 
         # Each combination of the listed values is one run.
         axes = []
+        # An explicit option, even 0, replaces the value of the preset and the values of the grid.
         for name in (f.name for f in fields(Hyperparameters)):
             value = getattr(chosen, name)
             if value is None:

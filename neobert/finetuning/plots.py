@@ -7,9 +7,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 
+# Colors of Okabe and Ito, which color-blind readers can distinguish.
 _BLUE = "#0072B2"
 _ORANGE = "#D55E00"
-# A matrix of more labels cannot be read.
+# Maximum number of labels in a plot, and in a matrix with numbers in its cells. More are not
+# legible.
 MAX_LABELS = 40
 _MAX_CELL_TEXT = 12
 
@@ -30,6 +32,7 @@ def plot_learning_curve(
         selected_epoch: Epoch of the selected weights.
         path: File to write (.png).
     """
+    # A Figure without pyplot needs no display, and is freed when the function returns.
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel("Epoch")
@@ -52,6 +55,7 @@ def plot_learning_curve(
     if selected_epoch is not None:
         other.axvline(selected_epoch, color="#999999", linestyle=":", label="selected weights")
 
+    # One legend for the lines of both axes.
     handles, labels = axes.get_legend_handles_labels()
     more_handles, more_labels = other.get_legend_handles_labels()
     figure.legend(
@@ -104,6 +108,7 @@ def plot_values(truth: np.ndarray, predicted: np.ndarray, path: Path) -> None:
     figure = Figure(figsize=(5, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.scatter(truth, predicted, s=12, alpha=0.5, color=_BLUE, linewidths=0)
+    # Correct predictions are on the diagonal.
     bounds = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]
     axes.plot(bounds, bounds, color="#999999", linestyle=":")
     axes.set_xlabel("Label")
@@ -122,6 +127,7 @@ def plot_label_f1(table: Sequence[Mapping], path: Path) -> bool:
     figure = Figure(figsize=(6, 1.5 + 0.3 * len(table)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.barh([row["label"] for row in table], [row["f1"] for row in table], color=_BLUE)
+    # The first label is at the top, as in the table.
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("F1 on the test rows")

@@ -24,10 +24,12 @@ MULTI_LABEL = "multi-label"
 REGRESSION = "regression"
 TOKENS = "tokens"
 
-# Whole numbers with more different values than this are quantities.
+# Whole numbers with more different values than this are labels of a regression.
 _MAX_NUMERIC_CLASSES = 50
+# Usual names of the columns; the first one that a file has is used.
 _TEXT_COLUMNS = ("text", "sentence", "tokens")
 _LABEL_COLUMNS = ("label", "labels", "tags", "ner_tags", "entities", "spans", "score")
+# Metrics of a task, the default one first, and its `problem_type` in a configuration.
 _METRICS = {
     CLASSIFICATION: ("accuracy", "macro_f1", "matthews"),
     MULTI_LABEL: ("micro_f1", "macro_f1", "accuracy"),
@@ -76,6 +78,7 @@ class TextTask:
         """Return the task in words: "classification of pairs with 3 labels"."""
         if self.name == TOKENS:
             scheme = "entities of the types" if self.bio else "words with the tags"
+            # "B-PER" and "I-PER" are of one type; plain tags are types themselves.
             types = sorted({name.removeprefix("B-") for name in self.labels if name[:2] != "I-"})
             return f"token classification: {scheme} {listed(types, 10)}"
         unit = "pairs" if len(self.text_columns) == 2 else "texts"
@@ -157,6 +160,7 @@ def find_columns(
         if missing or not columns:
             wanted = repr(missing[0]) if missing else " or ".join(usual)
             remedy = f"Pass --{name}-column."
+            # A table with other separators is read as a single column.
             if len(first) == 1 and ";" in next(iter(first)):
                 remedy = "Separate the columns by commas instead of ';', or by tabs in a .tsv file."
             raise UserError(f"{source} has no column {wanted}; it has {listed(first)}. {remedy}")
@@ -230,6 +234,7 @@ def encode_rows(
     if task.name == TOKENS:
         return _encode_tags(task, parts)
 
+    # A value is a float, a class name, or a list of class names.
     texts = [_texts(part) for part in parts]
     values = [
         [_label(task, part, number, value) for number, value in enumerate(part.labels)]
@@ -243,6 +248,8 @@ def encode_rows(
     for part_labels in values:
         for label in part_labels:
             used.update(label if task.name == MULTI_LABEL else [label])
+    # Stored class names and label columns have an order. Names that do not cover all labels are
+    # ignored.
     names = parts[0].names or (task.label_columns if len(task.label_columns) > 1 else ())
     if not set(used) <= set(names):
         names = ()
@@ -253,6 +260,7 @@ def encode_rows(
     if len(labels) < 2 and task.name == CLASSIFICATION:
         raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
 
+    # The loss of a multi-label task takes floats of shape (N, C).
     task = replace(task, labels=labels)
     numbers = {label: number for number, label in enumerate(labels)}
     encoded = []
@@ -276,7 +284,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """Return a value, and the list that the text of a table's cell contains."""
+    """Return a value. A list in JSON, as a cell of a table contains it, is parsed."""
     if isinstance(value, str) and value.startswith("["):
         try:
             parsed = json.loads(value)
@@ -287,7 +295,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a value is, or None."""
+    """Return a value as a finite number, or None if it is none."""
+    # A bool is an int for Python, but a class here.
     if isinstance(value, bool):
         return None
     try:
@@ -305,7 +314,7 @@ def _name(value: Any) -> str:
 
 
 def _ordered(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names in their order: that of numbers, if all of them are, or alphabetical."""
+    """Return names in numerical order if all are numbers, otherwise in alphabetical order."""
     distinct = sorted(names)
     numbers = {name: _number(name) for name in distinct}
     if all(number is not None for number in numbers.values()):
@@ -318,10 +327,12 @@ def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
     file = data.files(source)[0]
     if file.format != ".parquet" or len(label_columns) > 1:
         return ()
+    # `datasets` stores its features as JSON in the metadata of the schema.
     metadata = (data.schema(file).metadata or {}).get(b"huggingface")
     if metadata is None:
         return ()
     feature = json.loads(metadata)["info"]["features"].get(label_columns[0], {})
+    # The class labels of a list, such as tags, are one level below.
     feature = feature.get("feature", feature)
     return tuple(feature.get("names", ()))
 
@@ -329,6 +340,8 @@ def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
 def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
     if len(label_columns) > 1:
         return MULTI_LABEL
+    # Lists are tags if the text is a list of words, or if they contain spans. Others are sets of
+    # labels.
     if all(isinstance(value, list) for value in raw.labels):
         is_split = all(isinstance(text, list) for (text, *_) in raw.texts)
         items = [item for value in raw.labels for item in value]
@@ -367,6 +380,7 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
             raise _row_error(part, number, "the label of a regression must be a number", value)
         return label
 
+    # A parquet file stores the numbers of classes, and their names in its schema.
     def name(item: Any) -> str:
         if isinstance(item, (list, dict)):
             raise _row_error(part, number, "a label must be a word or a number", value)
@@ -376,6 +390,7 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
 
     if task.name == CLASSIFICATION:
         return name(value)
+    # The labels of a row are the names of its columns with 1.
     if len(task.label_columns) > 1:
         flags = [_number(item) if not isinstance(item, bool) else float(item) for item in value]
         if not set(flags) <= {0.0, 1.0}:
@@ -388,6 +403,7 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
 
 def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, list[Examples]]:
     """Return a task of token classification with its tags, and the rows of every part."""
+    # Spans and lists become one tag per word in both cases.
     encoded = []
     for part in parts:
         rows = [_tagged(part, number) for number in range(len(part.texts))]
@@ -410,6 +426,7 @@ def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, li
     names = {tag for examples in encoded for tags in examples.labels for tag in tags}
     bio = is_bio(names)
     if bio:
+        # Entities have B- and I- tags of every type, even if the rows do not contain all of them.
         for examples in encoded:
             examples.labels[:] = [to_bio(tags) for tags in examples.labels]
         types = sorted({name[2:] for name in names if name[1:2] == "-"})
@@ -425,6 +442,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
     """Return the text, the tags, the bounds of the words, and the number of lost spans of a row."""
     (text,) = part.texts[number]
     value = part.labels[number]
+    # An empty list is a text without a span.
     if isinstance(text, str) and isinstance(value, list) and _are_spans(value):
         for span in value:
             if not 0 <= span["start"] < span["end"] <= len(text):

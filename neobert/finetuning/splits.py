@@ -71,19 +71,20 @@ def read_splits(
 
     train_rows = raw[0]
     assert train_rows is not None
-    # The training rows alone decide the task, as they are there in every case.
+    # The training rows decide the task, because the other files are optional.
     task = infer_task(train_rows, *columns, options.task)
     present: list[RawRows] = [part for part in raw if part is not None]
     task, encoded = encode_rows(task, present, known_labels)
+    # Parts without a file are None, and have no encoded rows.
     remaining = iter(encoded)
     train, validation, test = (next(remaining) if part is not None else None for part in raw)
     assert train is not None
 
+    # A part with a file of its own takes no training rows.
     fractions = [
         0.0 if validation is not None else options.validation_percent / 100,
         0.0 if test is not None else options.test_percent / 100,
     ]
-    # Parts without a file of their own are split from the training rows.
     kept, validation_rows, test_rows = split_rows(task, train, fractions, options.split_seed)
     splits = Splits(
         train=train.select(kept),
@@ -116,12 +117,15 @@ def split_rows(
     Returns:
         The indices of the training, validation and test rows, in ascending order.
     """
+    # Equal texts form a group, which is the unit of the split. A copy of a training text in the
+    # test would make the model look better than it is.
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, texts in enumerate(examples.texts):
         groups.setdefault(texts, []).append(index)
     members = list(groups.values())
     keys = _strata(task, [examples.labels[rows[0]] for rows in members])
     counts = Counter(keys)
+    # A rare label needs its rows for training.
     is_class = task.name == CLASSIFICATION
     splittable = [i for i, key in enumerate(keys) if counts[key] >= 3 or not is_class]
 
@@ -130,6 +134,8 @@ def split_rows(
     order = np.random.default_rng(seed).permutation(splittable)
     order = np.array(sorted(order, key=lambda i: keys[i]), dtype=np.int64)
     parts: list[list[int]] = [[], [], []]
+    # The interval [0, 1) is divided into validation, test and training rows. A value below the
+    # first bound belongs to part 1, one below the second bound to part 2, and any other to part 0.
     targets = np.cumsum([0.0, *fractions])
     for position, group in enumerate(order):
         # A sequence of low discrepancy; the golden ratio spaces its values most evenly.
@@ -151,6 +157,7 @@ def _strata(task: TextTask, labels: Sequence) -> list[tuple]:
         counts = Counter(sets)
         # Rare sets are together, so that they are split as well.
         return [key if counts[key] >= 10 else (-1.0,) for key in sets]
+    # The keys of values are their deciles, and those of tagged texts their numbers of entities.
     if task.name == REGRESSION:
         ranks = np.argsort(np.argsort(labels, kind="stable"), kind="stable")
         return [(int(rank * 10 / len(labels)),) for rank in ranks]

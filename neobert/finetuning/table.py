@@ -1,4 +1,4 @@
-"""Finished runs of `neobert glue`, and their table in the layout of the Table 3 of the paper."""
+"""Finished runs of `neobert glue`, and their table in the layout of Table 3 of the paper."""
 
 import json
 from pathlib import Path
@@ -51,6 +51,7 @@ def collect(output: str | Path) -> pandas.DataFrame:
     """
     runs = []
     for _, result in finished_runs(output):
+        # As text, because pandas cannot group by dictionaries.
         settings = {name: value for name, value in result["settings"].items() if name != "seed"}
         runs.append(
             {
@@ -63,6 +64,7 @@ def collect(output: str | Path) -> pandas.DataFrame:
                 "best_of_all_evaluations": result["best_of_all_evaluations"],
             }
         )
+
     # Runs that differ in the seed only are averaged.
     groups = pandas.DataFrame(runs).groupby(["name", "task", "settings"], as_index=False)
     groups = groups.agg(
@@ -73,6 +75,8 @@ def collect(output: str | Path) -> pandas.DataFrame:
         last=("last", "mean"),
         best_of_all_evaluations=("best_of_all_evaluations", "max"),
     )
+
+    # The last group of a row and task has the most seeds, and of those the best score.
     return groups.sort_values(["seeds", "selected"]).groupby(["name", "task"]).tail(1)
 
 
@@ -88,6 +92,7 @@ def baseline_table(output: str | Path) -> str:
             continue
         scores = [(result["score"], result["standard_error"])]
         scores += [(entry["value"], entry["standard_error"]) for entry in result["baselines"]]
+        # The score of the run, the constant baseline, and the linear model.
         texts: list[str | None] = []
         for value, error in scores:
             texts.append(f"{100 * value:.1f} ± {100 * error:.1f}")
@@ -116,6 +121,7 @@ def write_tables(output: str | Path) -> str:
     spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
     table = cells.assign(text=percent + spread).pivot(index="name", columns="task")
     texts = table["text"].reindex(columns=TASKS)
+    # An average over some of the tasks could not be compared with the published ones.
     averages = (100 * table["score"].reindex(columns=TASKS)).mean(axis=1, skipna=False)
     texts["average"] = averages.map("{:.1f}".format).where(averages.notna())
 
@@ -123,6 +129,7 @@ def write_tables(output: str | Path) -> str:
     rows = [[name, "published", *published] for name, published in GLUE.items()]
     for name, row in texts.iterrows():
         seeds = sorted({int(count) for count in table["seeds"].loc[name].dropna()})
+        # The tasks of a row may have different numbers of seeds, the smallest to the largest.
         counts = " to ".join(map(str, seeds[:1] + seeds[1:][-1:]))
         source = f"measured, {counts} seed{'' if counts == '1' else 's'}"
         rows.append([name, source, *(text if isinstance(text, str) else None for text in row)])

@@ -67,6 +67,7 @@ def is_bio(tags: Iterable[str]) -> bool:
 
 def to_bio(tags: Sequence[str]) -> list[str]:
     """Return tags of BIO, BIOES or BILOU in the BIO scheme; an entity always starts with `B-`."""
+    # `previous` is the type of the entity that the word before belongs to.
     converted = []
     previous = OUTSIDE
     for tag in tags:
@@ -76,6 +77,8 @@ def to_bio(tags: Sequence[str]) -> list[str]:
             continue
         prefix = _PREFIXES[tag[0]]
         label = tag[2:]
+        # The IOB1 scheme starts an entity with I-, unless it directly follows another one of its
+        # type.
         if prefix == "I" and label != previous:
             prefix = "B"
         converted.append(f"{prefix}-{label}")
@@ -130,16 +133,18 @@ def token_positions(words: Bounds, offsets: Sequence[tuple[int, int]] | np.ndarr
         words: Bounds of the words.
         offsets: (N, 2) bounds of the tokens; those of special tokens are empty.
     """
+    # Special tokens have no characters, and cannot be the token of a word.
     bounds = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     kept = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
     if not words or not len(kept):
         return np.full(len(words), -1)
 
     word_bounds = np.asarray(words, dtype=np.int64)
-    # The first token that ends behind the start of the word.
+    # The first token that ends after the start of the word.
     candidates = np.searchsorted(bounds[kept, 1], word_bounds[:, 0], side="right")
     is_inside = candidates < len(kept)
     candidates = np.minimum(candidates, len(kept) - 1)
+    # This token belongs to the word unless it starts after the end of the word.
     is_inside &= bounds[kept[candidates], 0] < word_bounds[:, 1]
     return np.where(is_inside, kept[candidates], -1)
 
@@ -183,6 +188,7 @@ def tag_counts(truth: Sequence[str], predicted: Sequence[str], bio: bool) -> tup
     if not bio:
         correct = sum(a == b for a, b in zip(truth, predicted))
         return correct, len(predicted), len(truth)
+    # Entities are equal if they have the same words and the same type.
     bounds = [(index, index + 1) for index in range(len(truth))]
     true_entities = set(find_entities(truth, bounds))
     predicted_entities = set(find_entities(predicted, bounds))

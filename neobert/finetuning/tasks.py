@@ -175,6 +175,7 @@ def load_task(task: Task, source: str) -> Splits:
 
 def rows_digest(splits: Splits) -> str:
     """Return a digest of 12 hexadecimal digits of the rows of `load_task`."""
+    # The order of the rows matters, because it is that of the batches.
     parts = []
     for split, columns in splits.items():
         for name, values in columns.items():
@@ -188,6 +189,7 @@ def _local_rows(
     """Yield position and content of the rows of one split of a directory."""
     from ..common.data import files, numbered_rows
 
+    # A split is one file or several shards, and its files have the name of the split.
     for file in files(f"{source}/{task.name}/{split}[.-]*"):
         for number, row in numbered_rows(file, columns, task.texts):
             # Rows are None only if some of them are not wanted.
@@ -217,6 +219,7 @@ def _label(task: Task, position: str, label: Any) -> int | float:
     """Return a class number, or a float for regression."""
     # csv files contain labels as texts, which are converted.
     label_type: type = float if task.regression else int
+    # STS-B has similarities from 0 to 5. The hidden labels of the test sets of GLUE are -1.
     highest = 5 if task.regression else len(task.labels) - 1
     try:
         return msgspec.convert(

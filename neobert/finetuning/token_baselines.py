@@ -15,9 +15,10 @@ from .tagging import OUTSIDE, Bounds, token_positions
 
 Tags = list[list[str]]
 
-# A linear model on features of words is fitted on this many words at most.
+# Maximum number of words that a linear model is fitted on: features of words, and hidden states.
 MAX_TRAIN_WORDS = 40_000
 _MAX_EMBEDDED_WORDS = 20_000
+# Number of columns that features of words are hashed into.
 _NUM_FEATURES = 2**16
 
 
@@ -59,6 +60,7 @@ def fit_token_baselines(
 
 
 def _frequent_tags(train: Examples, test: Examples) -> Tags:
+    # Words that the training rows do not contain have the tag `O`, or the most frequent plain tag.
     counts: dict[str, Counter] = defaultdict(Counter)
     every: Counter = Counter()
     for words, tags in zip(_words(train), train.labels):
@@ -71,12 +73,16 @@ def _frequent_tags(train: Examples, test: Examples) -> Tags:
 
 
 def _linear_tags(train: Examples, test: Examples) -> Tags:
+    # Unlike a vocabulary, hashing needs no fit, and the number of columns does not depend on the
+    # data.
     hasher = FeatureHasher(_NUM_FEATURES, input_type="string")
     features = [row for words in _words(train) for row in _features(words)]
     labels = [tag for tags in train.labels for tag in tags]
     linear = _fit(hasher.transform(features[:MAX_TRAIN_WORDS]), labels[:MAX_TRAIN_WORDS])
+
     predicted = []
     for words in _words(test):
+        # scikit-learn refuses arrays without rows.
         rows = hasher.transform(_features(words)) if words else None
         predicted.append([] if rows is None else linear.predict(rows).tolist())
     return predicted
@@ -84,7 +90,7 @@ def _linear_tags(train: Examples, test: Examples) -> Tags:
 
 def _features(words: Sequence[str]) -> list[list[str]]:
     """Return the features of each word of a text: its characters, its form and its neighbors."""
-    # The usual features of taggers: the word, its shape, its beginning and end, its neighbors.
+    # The usual features of taggers. The first and the last word have markers as neighbors.
     padded = ["<s>", *words, "</s>"]
     rows = []
     for index, word in enumerate(words, start=1):
@@ -106,6 +112,7 @@ def _embedding_tags(
     test: Examples,
     max_length: int,
 ) -> Tags:
+    # Texts run one by one, without padding.
     features: list[np.ndarray] = []
     labels: list[str] = []
     for (text,), words, tags in zip(train.texts, train.words, train.labels):
@@ -122,6 +129,7 @@ def _embedding_tags(
     predicted = []
     for (text,), words in zip(test.texts, test.words):
         states, kept = _word_states(encoder, tokenizer, text, words, max_length)
+        # Words that are truncated have no hidden state.
         tags = [OUTSIDE] * len(words)
         for index, tag in zip(kept, linear.predict(states / scale) if len(kept) else ()):
             tags[index] = str(tag)
@@ -148,6 +156,7 @@ def _word_states(
         return_offsets_mapping=True,
         return_tensors="pt",
     )
+    # The encoder does not take the offsets.
     positions = token_positions(words, encoded.pop("offset_mapping")[0].numpy())
     kept = np.flatnonzero(positions >= 0)
     hidden = encoder(**encoded).last_hidden_state[0]

@@ -29,7 +29,7 @@ from ..training.optimization import decay_parameter_names
 from ..training.run_report import RunReport
 
 
-# Values of an evaluation that a history leaves out.
+# Values of an evaluation that the history does not contain.
 _TIMES = ("runtime", "samples_per_second", "steps_per_second", "loss")
 
 # Options of Trainer that every run needs: the weights of the best evaluation are selected, and a
@@ -42,7 +42,7 @@ FIXED = {
     "remove_unused_columns": False,
     "save_only_model": False,
     "ignore_data_skip": False,
-    # The state of the early stopping is how many evaluations were without progress.
+    # Early stopping counts the evaluations without progress, and a resumed run continues the count.
     "restore_callback_states_from_checkpoint": True,
 }
 
@@ -95,6 +95,7 @@ class FinetuneTrainer(RunTrainer, Trainer):
         Returns:
             Logits of shape (N, C) or (N, L, C), and labels of shape (N,), (N, C) or (N, L).
         """
+        # The metrics are those of the validation rows, and would fail for other rows.
         compute_metrics = self.compute_metrics
         self.compute_metrics = None
         output = self.predict(dataset)
@@ -103,6 +104,7 @@ class FinetuneTrainer(RunTrainer, Trainer):
 
     def evaluation_history(self) -> list[dict[str, float]]:
         """Return the metrics and the step of every evaluation, without times and losses."""
+        # The log also contains training losses and a summary of the run.
         removed = {f"eval_{name}" for name in _TIMES}
         history = []
         for record in self.state.log_history:
@@ -179,6 +181,7 @@ def add_adapters(
     """
     from peft import get_peft_model
 
+    # PEFT freezes all other modules. A head with random weights must be trained in full.
     heads = head_modules(model, new_head)
     config = lora_config(model, **lora, task_type=task_type, modules_to_save=heads)
     return get_peft_model(model, config)
@@ -238,6 +241,8 @@ def save_model(
 
 def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
     """Return the last linear layer of a head if the model calls it by one of the common names."""
+    # RoBERTa and ELECTRA have an `out_proj`, NeoBERT and BERT a `classifier`, and decoders a
+    # `score`.
     for name in ("classifier.out_proj", "classifier", "score"):
         try:
             layer = model.get_submodule(name)
@@ -251,6 +256,7 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
 @torch.no_grad()
 def scale_output(model: torch.nn.Module, factor: float, offset: float) -> None:
     """Change the last layer of a model so that its output y becomes `factor * y + offset`."""
+    # Labels are standardized only for models with such a layer.
     layer = output_layer(model)
     assert layer is not None
     layer.weight.mul_(factor)
