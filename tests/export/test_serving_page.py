@@ -32,7 +32,7 @@ FOLDER = ROOT / "examples" / "sentence-encoder"
 ENGINES = ROOT / ".cache" / "engines"
 # (mark before it, language, text) of every block.
 BLOCKS = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-TABLE = re.search(r"\| place \| input \|.*?\n\n", PAGE, re.DOTALL)[0]
+TABLE = re.search(r"\| Engine \| Input \|.*?\n\n", PAGE, re.DOTALL)[0]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in TABLE.strip().splitlines()[2:]
@@ -81,29 +81,30 @@ def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
 def missing(name):
     """Why a name of a test is none: "make TARGET", "FILE" or "FILE::FUNCTION"; None if it is."""
     if name.startswith("make "):
-        found = re.search(rf"^{name[5:]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return None if found else f"the Makefile has no {name[5:]}"
+        target = re.search(rf"^{name[5:]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return None if target else f"the Makefile has no {name[5:]}"
     path, _, function = name.partition("::")
     if not (ROOT / path).is_file():
         return f"there is no {path}"
     source = (ROOT / path).read_text(encoding="utf-8")
-    found = not function or re.search(rf"^def {function}\(", source, re.MULTILINE)
-    return None if found else f"{path} has no {function}"
+    exists = not function or re.search(rf"^def {function}\(", source, re.MULTILINE)
+    return None if exists else f"{path} has no {function}"
 
 
-def test_every_place_names_its_test():
-    """A row says run or contract with tests that exist, or read or fails with none of either."""
+def test_every_engine_names_its_test():
+    """An engine that is tested names tests that exist, and one that is not supported a reason."""
     assert len(ROWS) > 15 and all(len(row) == 5 for row in ROWS)
-    for place, _, _, how, _ in ROWS:
-        word = re.match(r"\w+", how)[0]
-        named = re.findall(r"`((?:make [\w-]+)|(?:tests/[\w/.:]+))`", how)
-        assert word in ("run", "contract", "read", "fails"), f"{place}: {how}"
-        if word in ("run", "contract"):
-            assert named, f"{place} names no test"
+    for engine, _, _, tested, _ in ROWS:
+        status = tested.partition(":")[0]
+        tests = re.findall(r"`((?:make [\w-]+)|(?:tests/[\w/.:]+))`", tested)
+        if status in ("yes", "inputs only", "loader only"):
+            assert tests, f"{engine} names no test"
         else:
-            assert not named and (word == "read" or len(how) > 40), f"{place}: no reason"
-        for name in named:
-            assert missing(name) is None, f"{place}: {missing(name)}"
+            assert status in ("no", "not supported"), f"{engine}: {tested}"
+            assert not tests, f"{engine} is tested"
+            assert status == "no" or len(tested) > 40, f"{engine}: no reason"
+        for name in tests:
+            assert missing(name) is None, f"{engine}: {missing(name)}"
 
 
 def test_every_block_is_run_or_marked_as_read():
@@ -117,7 +118,7 @@ def test_every_block_is_run_or_marked_as_read():
             assert mark in ("read", "output"), f"{first}: {mark}"
         if mark == "read":
             before = PAGE[: PAGE.index(text)].rsplit("\n## ", 1)[-1]
-            assert re.search("read, not run|read from its documentation", before, re.IGNORECASE)
+            assert re.search("not tested", before, re.IGNORECASE)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ def test_every_block_is_run_or_marked_as_read():
 
 def block(mark):
     """The text of the block with a mark."""
-    (found,) = (text for own, _, text in BLOCKS if own.endswith(f"::{mark}"))
-    return found
+    (block,) = (text for owner, _, text in BLOCKS if owner.endswith(f"::{mark}"))
+    return block
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +221,11 @@ def test_the_lines_for_the_onnx_backend(outputs, expected):
         pytest.skip("Optimum is not installed: make test-engines")
     code = block("test_the_lines_for_the_onnx_backend")
     assert code.count("model = SentenceTransformer(") == 2
-    told = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
+    report = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
     start, second = code.rsplit("model = ", 1)
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run(
-        [ENGINES / "st" / "bin" / "python", "-c", f"{start}{told}model = {second}{told}"],
+        [ENGINES / "st" / "bin" / "python", "-c", f"{start}{report}model = {second}{report}"],
         cwd=outputs,
         env=environment,
         capture_output=True,
