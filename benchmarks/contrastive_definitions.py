@@ -24,20 +24,29 @@ from neobert.common.tables import markdown_table
 from neobert.contrastive import command
 
 
+# The plot is written to a file, also on machines without a display.
 matplotlib.use("Agg")
+
 METRICS = ("recall@1", "recall@10", "mrr@10")
+# Titles of the rows by key of the training record.
 SYSTEMS = {"tf-idf": "TF-IDF", "before": "before training", "after": "after training"}
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Train once per seed, and write the scores and a plot of the losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="examples/sentence-encoder")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", required=True, help="path of the result without a suffix")
+    parser.add_argument(
+        "--model", default="examples/sentence-encoder", help="Directory of the encoder to train."
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="Random seeds, one run each."
+    )
+    parser.add_argument("--output", required=True, help="Path of the result without a suffix.")
     args = parser.parse_args(argv)
 
+    # The trained encoders are not kept; the result contains their training records.
     with tempfile.TemporaryDirectory() as folder:
         pairs = Path(folder) / "pairs"
         script = Path(__file__).parent.parent / "examples" / "make_pairs.py"
@@ -59,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
 def train(model: str, pairs: Path, seed: int, folder: Path) -> dict[str, Any]:
     """Train one encoder with the default options and return its training record."""
     output = folder / f"seed{seed}"
+
+    # The other options keep their defaults, because the benchmark is about these.
     code = command.main(
         [
             f"--model={model}",
@@ -76,6 +87,7 @@ def summarize(runs: list[dict[str, Any]], system: str) -> dict[str, dict[str, fl
     """Return mean and standard deviation over the seeds, and the standard error over queries."""
     summary = {}
     for metric in METRICS:
+        # Seeds vary the training, and queries the evaluation, so their errors are separate.
         values = [run["validation"][system][metric] for run in runs]
         summary[metric] = {
             "mean": statistics.mean(values),

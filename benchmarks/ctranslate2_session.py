@@ -20,6 +20,7 @@ def embed(encoder: ctranslate2.Encoder, batches: list[list[list[int]]]) -> list[
     for batch in batches:
         output = encoder.forward_batch(batch).last_hidden_state
         hidden = np.array(output.to(ctranslate2.DataType.float32))
+        # The batch is padded on the right, so the first rows are those of the text.
         embeddings += [rows[: len(ids)].mean(0) for rows, ids in zip(hidden, batch)]
     return embeddings
 
@@ -39,6 +40,7 @@ def main() -> None:
         # The processor or the build has no fast product for the compute type.
         print(json.dumps({"error": str(error)}), flush=True)
         return
+    # The caller waits for this line before it measures.
     print(json.dumps({"version": ctranslate2.__version__}), flush=True)
 
     for line in sys.stdin:

@@ -126,6 +126,7 @@ def torch_float_engine(precision: str, compiled: bool = False) -> Engine:
     dtype = DTYPES[precision]
 
     def size(files: Files) -> int:
+        # The files contain float32, and the engine converts them when it loads the model.
         weights = sum(path.stat().st_size for path in files.model.glob("*.safetensors"))
         return weights * dtype.itemsize // 4
 
@@ -229,8 +230,10 @@ class Padded:
             ids = np.zeros((len(chunk), lengths.max()), np.int64)
             for row, i in enumerate(chunk):
                 ids[row, : len(texts[i])] = texts[i]
-            batches.append((ids, (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)))
+            mask = np.arange(ids.shape[1]) < lengths[:, None]
+            batches.append((ids, mask.astype(np.int64)))
 
+        # Padding does not count in the means, and the rows return to the order of the texts.
         embeddings: list[Any] = [None] * len(texts)
         for chunk, (_, mask), hidden in zip(chunks, batches, self.forward(batches)):
             means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
@@ -254,9 +257,9 @@ def onnx_engine(precision: str, file: str) -> Engine:
         session = onnxruntime.InferenceSession(
             str(files.find(file, made_by)), options, providers=["CPUExecutionProvider"]
         )
-        names_of_outputs = [output.name for output in session.get_outputs()]
-        known = [name for name in names_of_outputs if name in HIDDEN_STATES]
-        output = (known or names_of_outputs)[0]
+        output_names = [output.name for output in session.get_outputs()]
+        hidden_states = [name for name in output_names if name in HIDDEN_STATES]
+        output = (hidden_states or output_names)[0]
 
         def forward(batches: list[PaddedBatch]) -> list[np.ndarray]:
             return [
@@ -300,6 +303,7 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
             core.read_model(str(files.find(file, made_by))), "CPU", properties
         )
 
+        # The throughput hint determines how many requests run at the same time.
         requests = [
             model.create_infer_request()
             for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
@@ -313,6 +317,7 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
                     request.start_async({"input_ids": ids, "attention_mask": mask})
                 for request, _ in running:
                     request.wait()
+                    # The next inference overwrites the tensor of the request, so it is copied.
                     hidden.append(np.array(request.get_output_tensor(0).data))
             return hidden
 
@@ -352,6 +357,7 @@ class LineProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.program = Path(command[0]).name
+        # The process writes a first line when it is ready, or the reason why it cannot start.
         self._read()
 
     def ask(self, message: object) -> dict[str, Any]:
@@ -400,8 +406,10 @@ class Llama(LineProcess):
         self, modules: str | Path, model: str | Path, threads: int, pooling: int | None = None
     ) -> None:
         script = Path(__file__).with_name("llama.mjs")
-        more = [] if pooling is None else [str(int(pooling))]
-        super().__init__(["node", str(script), str(modules), str(model), str(threads), *more])
+        command = ["node", str(script), str(modules), str(model), str(threads)]
+        if pooling is not None:
+            command.append(str(int(pooling)))
+        super().__init__(command)
 
     def __call__(self, texts: Texts) -> np.ndarray:
         """Return the embeddings (N, D) of N lists of token ids."""

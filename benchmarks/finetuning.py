@@ -91,6 +91,7 @@ def address_rows(packages: Path) -> Rows:
         previous = ""
         for word in address:
             tokens.append((word.text or "").strip())
+            # The data contain no boundaries, so neighboring words of one part are one entity.
             tags.append(f"{'I' if word.tag == previous else 'B'}-{word.tag}")
             previous = word.tag
         if tokens and all(tokens):
@@ -108,6 +109,7 @@ def name_rows(packages: Path) -> Rows:
             text = " ".join("".join(entry.itertext()).split())
             if text:
                 labels[text].add(label)
+    # A name that is in both files has no correct label.
     return [{"text": text, "label": label} for text, (label, *rest) in labels.items() if not rest]
 
 
@@ -118,6 +120,8 @@ def record_rows(packages: Path) -> Rows:
     originals = dict(_records(content))
     duplicates = dict(_records(other))
     similar: dict[str, list[str]] = defaultdict(list)
+
+    # Records of different people that share a surname or a postcode are hard to tell apart.
     for number, record in duplicates.items():
         similar[record["surname"]].append(number)
         similar[record["postcode"]].append(number)
@@ -127,6 +131,7 @@ def record_rows(packages: Path) -> Rows:
     for number, record in originals.items():
         others = [*similar[record["surname"]], *similar[record["postcode"]]]
         others = [name for name in others if name != number]
+        # Half of the pairs are duplicates. A record without a similar one has no other choice.
         is_same = generator.random() < 0.5 or not others
         partner = number if is_same else generator.choice(others)
         if partner in duplicates:
@@ -148,6 +153,7 @@ def _records(content: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _text(record: dict[str, str]) -> str:
+    """Return the fields of a record in one line. Empty fields are omitted."""
     names = ("given_name", "surname", "street_number", "address_1", "address_2", "suburb")
     names = (*names, "postcode", "state", "date_of_birth")
     return " ".join(record[name].strip() for name in names if record[name].strip())
@@ -196,16 +202,17 @@ def main(options: FinetuningOptions) -> tuple[dict[str, Any], str, dict[str, Any
     for name, data_set in DATA_SETS.items():
         path = work / f"{name}.jsonl"
         rows = data_set.read(Path(options.packages))
-        # The same sample in every run.
+        # A fixed seed selects the same rows in every run.
         rows = random.Random(0).sample(rows, min(options.rows, len(rows)))
+
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         argv = [str(path), "--model", options.model, "--output", str(work / name)]
         results[name] = finetune(FINETUNE.read([*argv, *data_set.arguments]))
-    data = {"results": {name: _kept(result) for name, result in results.items()}}
+    data = {"results": {name: _reported(result) for name, result in results.items()}}
     return data, result_page(results), {"dtype": "float32", "packages": ["scikit-learn"]}
 
 
-def _kept(result: dict[str, Any]) -> dict[str, Any]:
+def _reported(result: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a result that the page is about."""
     names = ("task", "labels", "metric", "rows", "fine_tuned", "baselines", "comparison")
     more = ("calibration", "history", "learning_rate", "selected", "cpu_seconds", "environment")
@@ -219,10 +226,11 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
         "values are those of the test rows, ± standard error over test rows. The difference is "
         "the paired one to the best baseline, also where it is negative.\n"
     ]
+
     rows = []
     for name, result in results.items():
         comparison = result["comparison"]
-        own = result["fine_tuned"]["metrics"][result["metric"]]
+        score = result["fine_tuned"]["metrics"][result["metric"]]
         data_set = DATA_SETS[name]
         difference = f"{comparison['difference']:+.3f} ± {comparison['standard_error']:.3f}"
         rows.append(
@@ -232,7 +240,7 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
                 f"{result['rows']['train']:,}",
                 f"{result['rows']['test']:,}",
                 result["metric"].replace("_", " "),
-                f"{own['value']:.3f} ± {own['standard_error']:.3f}",
+                f"{score['value']:.3f} ± {score['standard_error']:.3f}",
                 comparison["baseline"],
                 difference,
                 f"{result['cpu_seconds'] / 60:.1f}",
@@ -249,6 +257,7 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
         for entry in (result["fine_tuned"], *result["baselines"]):
             value = entry["metrics"][metric]
             lines.append([entry["name"], f"{value['value']:.3f} ± {value['standard_error']:.3f}"])
+
         calibration = result["calibration"]
         parts.append(
             f"\n## {data_set.title[0].upper()}{data_set.title[1:]}\n\n"

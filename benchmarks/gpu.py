@@ -15,6 +15,7 @@ from neobert.common.tables import markdown_table
 from neobert.throughput.command import ratios
 
 
+# Maximum peak memory above the weights, relative to ModernBERT base.
 MAX_MEMORY_RATIO = 1.8
 
 
@@ -25,6 +26,7 @@ def targets(rows: Sequence[dict[str, Any]], memory: Sequence[Mapping[str, Any]])
         rows: Rows of every throughput.json.
         memory: Rows of memory.json.
     """
+    # A model without its package has a row with the reason.
     rows = [row for row in rows if not row.get("error")]
 
     def best(workload: str, figure: str, model: str = "neobert") -> float | None:
@@ -56,6 +58,7 @@ def targets(rows: Sequence[dict[str, Any]], memory: Sequence[Mapping[str, Any]])
         else:
             table.append([what, minimum, f"{result:.2f}", "yes" if result >= minimum else "no"])
 
+    # Less memory is better, so this target is a maximum.
     memory_ratios = {
         row["length"]: row["neobert"] / row["modernbert-base"]
         for row in memory
@@ -85,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory_path = folder / "memory.json"
     memory = read_json(memory_path)["rows"] if memory_path.exists() else []
 
+    # All measurements ran on the same machine.
     environments = [environment_line(result["environment"]) for result in results[:1]]
     pages = sorted(path.relative_to(folder) for path in folder.rglob("*.md"))
     links = "\n".join(f"- [{page}]({page})" for page in pages if page.name != "gpu.md")

@@ -53,6 +53,7 @@ These alternatives were measured and rejected:
 
 Not measured: a forward pass that is compiled with frozen weights. [peers](peers.md) has CTranslate2 and other engines.
 """  # noqa: E501
+# Files of the export by precision.
 GRAPHS = {"float32": "model.onnx", "int8": "model_quantized.onnx"}
 
 
@@ -76,8 +77,9 @@ class LatencyOptions(OptionGroup):
 
 
 def build_wide(folder: Path) -> Path:
-    """Write a model of 6 blocks of 768 with random weights."""
+    """Write a model of 6 blocks of 768 with random weights, and return its directory."""
     torch.manual_seed(0)
+    # Larger initial weights than the default, so that attention is not nearly uniform.
     config = NeoBERTConfig(num_hidden_layers=6, decoder_init_range=0.04, embedding_init_range=0.2)
     NeoBERTModel(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
@@ -94,6 +96,8 @@ def onnx_call(graph: Path, ids: np.ndarray) -> Callable[[], object]:
     options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     output = session.get_outputs()[0].name
+
+    # The graph has a batch dimension, and exported graphs take int64.
     row = ids[None].astype(np.int64)
     inputs = {"input_ids": row, "attention_mask": np.ones_like(row)}
     return lambda: session.run([output], inputs)
@@ -119,14 +123,17 @@ def measure_model(options: LatencyOptions, model: str, graphs: Path) -> list[dic
     """Return one row per sequence length, with the times of each engine in milliseconds."""
     encoders = {dtype: PackedEncoder(model, dtype=dtype, device="cpu") for dtype in DTYPES}
     generator = np.random.default_rng(0)
+
     rows = []
     for tokens in options.tokens:
+        # Any ids of ordinary words: the time depends on their number only.
         ids = generator.integers(1000, 20000, tokens).astype(np.int32)
         calls: dict[str, Callable[[], object]] = {}
         for dtype, encoder in encoders.items():
             calls[f"PackedEncoder {dtype}"] = partial(encoder.embed, [ids])
         for precision, name in GRAPHS.items():
             calls[f"ONNX Runtime {precision}"] = onnx_call(graphs / "onnx" / name, ids)
+
         times = median_milliseconds(calls, options.turns, options.calls)
         rows.append({"tokens": tokens, **times})
     return rows
@@ -137,10 +144,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         line = {name: f"{value:.2f}" for name, value in row.items() if name != "tokens"}
-        ratios = {
-            f"{dtype} / ONNX Runtime": f"{row[f'PackedEncoder {dtype}'] / row[other]:.2f}"
-            for dtype, other in ((dtype, f"ONNX Runtime {dtype}") for dtype in GRAPHS)
-        }
+        ratios = {}
+        for dtype in GRAPHS:
+            ratio = row[f"PackedEncoder {dtype}"] / row[f"ONNX Runtime {dtype}"]
+            ratios[f"{dtype} / ONNX Runtime"] = f"{ratio:.2f}"
         lines.append({"Tokens": str(row["tokens"]), **line, **ratios})
     return markdown_table([*lines[0]], [[*line.values()] for line in lines])
 

@@ -22,21 +22,24 @@ from neobert.common.results import write_result
 
 
 ROOT = Path(__file__).resolve().parents[1]
+# Words that are one token each in the bundled tokenizer.
 WORDS = "time year people way day man thing woman life child world school".split()
 
 ResultT = TypeVar("ResultT")
 
 
-def option_parser(module: str, about: str | None, group: type[OptionGroup]) -> OptionParser[Any]:
+def option_parser(
+    module: str, description: str | None, group: type[OptionGroup]
+) -> OptionParser[Any]:
     """Return the parser of a script whose options are one group, `read(argv).group`.
 
     Args:
         module: Name of the script in this folder.
-        about: Description of the script for `--help`.
+        description: Description of the script for `--help`.
         group: Frozen dataclass of the options.
     """
     options = dataclasses.make_dataclass("ScriptOptions", [("group", group)], frozen=True)
-    return OptionParser(f"python -m benchmarks.{module}", about or "", options)
+    return OptionParser(f"python -m benchmarks.{module}", description or "", options)
 
 
 def benchmark(
@@ -58,11 +61,13 @@ def benchmark(
         measure: Callable[..., tuple[dict[str, Any], str, dict[str, Any]]],
     ) -> Callable[..., int]:
         path = inspect.getfile(measure)
-        about = inspect.getdoc(inspect.getmodule(measure))
-        parser = option_parser(inspect.getmodulename(path) or path, about, group)
+        # The name and the description in `--help` are those of the script's module.
+        description = inspect.getdoc(inspect.getmodule(measure))
+        parser = option_parser(inspect.getmodulename(path) or path, description, group)
 
         def main(argv: Sequence[str] | None = None, **more: Any) -> int:
             options = parser.read(sys.argv[1:] if argv is None else argv).group
+            # A script with several numbers of threads sets them itself.
             threads = getattr(options, "threads", None)
             if isinstance(threads, int):
                 torch.set_num_threads(threads)
@@ -94,12 +99,14 @@ def in_a_process(
     """Call a function in a new process, so that its peak memory is that of this call.
 
     Args:
-        function: Function of a module. Its arguments and its result must be picklable.
+        function: Function of a module. Its result must be picklable.
+        *arguments: Arguments of the function, which must be picklable.
         variables: Environment variables of the process.
 
     Raises:
         UserError: If the process was killed. Exceptions of the function are raised as they are.
     """
+    # A forked process would share the memory of this one, which would distort the peak.
     context = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, variables or {}), ProcessPoolExecutor(1, context) as pool:
         try:

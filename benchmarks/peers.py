@@ -182,6 +182,7 @@ class CTranslate2(LineProcess):
         chunks = sorted_batches(texts, self.batch)
         answer = self.ask([[list(texts[index]) for index in chunk] for chunk in chunks])
         embeddings = np.array(answer["vectors"], np.float32)
+        # Undo the sorting by length.
         order = [index for chunk in chunks for index in chunk]
         return embeddings[np.argsort(order)]
 
@@ -221,6 +222,7 @@ def convert_bert(files: Files, python: Path) -> Path:
     if converted.exists():
         return converted
 
+    # The converter reads a directory with a model and a tokenizer.
     torch.manual_seed(0)
     source = files.folder / "bert"
     config = NeoBERTConfig.from_pretrained(files.model)
@@ -267,6 +269,7 @@ def prepare(files: Files, name: str) -> None:
     """Write the model and its exports to FILES if they do not exist."""
     if not files.model.exists():
         if name == "bundled":
+            # A link, so that the exports are next to the model as in other directories.
             files.folder.mkdir(parents=True, exist_ok=True)
             files.model.symlink_to(BUNDLED)
         else:
@@ -283,6 +286,7 @@ def processor_seconds(session: Any, texts: Texts) -> float:
     start = time.process_time()
     session(texts)
     seconds = time.process_time() - start
+    # The clock of this process does not include the time of another process.
     return session.seconds if isinstance(session, LineProcess) else seconds
 
 
@@ -297,6 +301,7 @@ def take_turns(
         calls: Number of calls per turn. With several calls, one more loads the weights into the
             caches first.
     """
+    # With a fixed order, an engine would always run after the same one, whose caches it inherits.
     generator = random.Random(0)
     order = list(sessions)
     seconds: dict[str, list[float]] = {name: [] for name in order}
@@ -336,6 +341,7 @@ def measure_model(options: PeersOptions, name: str) -> dict[str, Any]:
         rows[peer] = {"name": peer.name, "precision": peer.precision, "workloads": {}}
 
     for workload, ids in texts.items():
+        # The search for the batch size also warms the engines up.
         calls = {}
         batch_sizes = {}
         for peer, session in sessions.items():
@@ -346,11 +352,13 @@ def measure_model(options: PeersOptions, name: str) -> dict[str, Any]:
             embeddings[peer][workload] = session(ids)
             calls[key] = lambda session=session, ids=ids: processor_seconds(session, ids)
 
+        # Calls with many texts are long enough to be measured once per turn.
         seconds = take_turns(calls, options.turns, options.calls if len(ids) == 1 else 1)
         for peer, row in rows.items():
             key = f"{peer.name} {peer.precision}"
             row["workloads"][workload] = {"seconds": seconds[key], "batch": batch_sizes[key]}
 
+    # The reference of CTranslate2 is the BERT that it runs.
     exact = next(embeddings[peer] for peer in sessions if (peer.name, peer.precision) == REFERENCE)
     bert = {}
     if any(not peer.same_weights for peer in sessions):
@@ -358,6 +366,7 @@ def measure_model(options: PeersOptions, name: str) -> dict[str, Any]:
     for peer, row in rows.items():
         reference = exact if peer.same_weights else bert
         row["cosine"] = worst_cosine(embeddings[peer], reference)
+
         if hasattr(sessions[peer], "close"):
             sessions[peer].close()
     return {"rows": list(rows.values()), "errors": errors}

@@ -91,6 +91,7 @@ def make_model(files: Files, layers: int, small: Mapping[str, Any] | None = None
 
     if (files.model / "config.json").is_file():
         return
+
     torch.manual_seed(0)
     # A uniform distribution in +-0.05 has a standard deviation of 0.03, as in trained encoders. The
     # default of 0.012 would make attention nearly uniform.
@@ -127,6 +128,7 @@ def make_texts(lengths: Sequence[int], tokenizer: Any) -> list[list[int]]:
 
 def best_batch(session: Any, texts: list[list[int]]) -> int | None:
     """Return the batch size that was fastest in one pass, None for an engine without batches."""
+    # The first call loads libraries and is not representative.
     session(texts[:1])
     if getattr(session, "batch", None) is None:
         return None
@@ -191,10 +193,12 @@ def measure(
                     run["rates"].append(rate)
                 runs.append(run)
 
+            # An engine in a process of its own reports the memory of this process.
             extra_bytes = max(extra_bytes, getattr(session, "extra_bytes", 0))
             if hasattr(session, "close"):
                 session.close()
             del session
+            # A model that is compiled again for other threads must not find the earlier code.
             torch._dynamo.reset()
 
     return {
@@ -271,17 +275,19 @@ def summarize(
             row["error"] = result["error"]
             continue
 
+        # Medians over the passes, by workload and number of threads.
         speeds = []
         for run in result["runs"]:
-            each = [tokens[run["set"]] / seconds for seconds in run["seconds"]]
-            corrected = [speed * median_rate / rate for speed, rate in zip(each, run["rates"])]
+            measured = [tokens[run["set"]] / seconds for seconds in run["seconds"]]
+            # The rate of the matrix product shows how fast the machine was during the pass.
+            corrected = [speed * median_rate / rate for speed, rate in zip(measured, run["rates"])]
             speeds.append(
                 {
                     "set": run["set"],
                     "threads": run["threads"],
                     "batch": run["batch"],
-                    "tokens_per_second": statistics.median(each),
-                    "quartiles": quartiles(each),
+                    "tokens_per_second": statistics.median(measured),
+                    "quartiles": quartiles(measured),
                     "corrected": statistics.median(corrected),
                 }
             )

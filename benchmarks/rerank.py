@@ -115,6 +115,7 @@ def make_models(folder: str, layers: int, hidden: int) -> dict[str, CrossEncoder
         model.save_pretrained(path)
         AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(path)
         models[name] = CrossEncoder(path, max_length=LENGTH, device="cpu")
+    # Both NeoBERT models have the same weights, so that their logits can be compared.
     models[PADDED].model.config.unpad_inputs = False
     return models
 
@@ -127,6 +128,7 @@ def make_texts(count: int) -> dict[str, TextSet]:
     for name, entries in (("WordNet", wordnet_entries), ("GCIDE", gcide_entries)):
         passages = generator.sample([row["text"] for row in entries()], count * PASSAGES)
         sets[name] = (queries, passages)
+    # Packing cannot be faster for these, so they show its overhead.
     equal = equal_texts(count * PASSAGES, generator)
     sets["one length"] = ([" ".join(WORDS)] * count, equal)
     return sets
@@ -147,6 +149,7 @@ def work_of(
     tokenizer: Any = cross_encoder.tokenizer
     pairs = [(queries[i // PASSAGES], passage) for i, passage in enumerate(passages)]
     if name == "query":
+        # A search engine reranks the passages of one query per call.
         starts = range(0, len(pairs), PASSAGES)
         return lambda: [cross_encoder.predict(pairs[i : i + PASSAGES]) for i in starts]
     if name == "pairs":
@@ -207,6 +210,7 @@ def measure(
 
         for work in options.works:
             calls = {key: work_of(work, model, queries, passages) for key, model in models.items()}
+            # In turns, other processes on the machine slow all models down equally.
             timings = in_turns(calls, options.repeats, clock=clock)
             reference = timings[PACKED].seconds
             others = {
@@ -244,15 +248,20 @@ def page(options: RerankOptions, rows: Sequence[dict[str, Any]], difference: flo
         f"and padded NeoBERT differ by at most {difference:.0e} of their value."
     ]
     others = list(rows[0]["times_as_long"])
+
     for name in dict.fromkeys(row["texts"] for row in rows):
         set_rows = [row for row in rows if row["texts"] == name]
         low, median, high, longest = set_rows[0]["tokens_5_50_95_100"]
+
         cells = []
         for row in set_rows:
             ratios = [row["times_as_long"][other] for other in others]
-            spreads = [f"{t['ratio']:.2f} ({between(t['quartiles'], '.2f')})" for t in ratios]
+            spreads = [
+                f"{value['ratio']:.2f} ({between(value['quartiles'], '.2f')})" for value in ratios
+            ]
             seconds = statistics.median(row["seconds_packed"])
             cells.append([WORKS[row["work"]], f"{seconds:.2f}", *spreads])
+
         parts += [
             f"## {name}",
             f"Texts of {median} tokens (median), 90 % of {low} to {high}, at most {longest}.",

@@ -1,11 +1,12 @@
-"""Servers of embeddings on this CPU with the API of OpenAI: `neobert serve` in float32 and int8,
-infinity, and vLLM, all with the bundled encoder.
+"""Throughput and latency of servers of embeddings on the CPU, with the API of OpenAI.
 
     make test-serving        # installs infinity and vLLM in .cache/engines
     python -m benchmarks.server
 
-Each client sends one text per request, and the next request after the response. All servers run
-from the start, and take turns in every round. OMP_NUM_THREADS=1 gives each model one thread.
+The servers are `neobert serve` in float32 and int8, infinity, and vLLM, all with the bundled
+encoder. Each client sends one text per request, and the next request after the response. All
+servers run from the start, and take turns in every round. OMP_NUM_THREADS=1 gives each model one
+thread.
 """
 
 import contextlib
@@ -148,7 +149,7 @@ Embeddings = dict[tuple[str, str], list[list[str]]]
 
 @contextlib.contextmanager
 def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subprocess.Popen]:
-    """Yield the process of a server that responds at the address `health`, and end it.
+    """Start a server, yield its process when it is ready, and terminate it at the end.
 
     Args:
         command: Words of the command.
@@ -158,12 +159,15 @@ def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subproces
     Raises:
         UserError: If the server does not start.
     """
+    # vLLM reserves memory for generation and binds its threads to cores by default.
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with open(log, "wb") as file:
         process = subprocess.Popen(
             list(map(str, command)), stdout=file, stderr=file, env={**os.environ, **variables}
         )
+
         try:
+            # A server that loads a model takes a minute and refuses connections until then.
             while process.poll() is None:
                 with contextlib.suppress(urllib.error.URLError, OSError):
                     urllib.request.urlopen(health, timeout=5).read()
@@ -172,6 +176,7 @@ def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subproces
             else:
                 output = one_line(Path(log).read_text(errors="replace")[-1500:], 1500)
                 raise UserError(f"{Path(str(command[0])).name} did not start: {output}.")
+
             yield process
         finally:
             process.terminate()
@@ -185,6 +190,7 @@ def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subproces
 def free_port() -> int:
     """Return a port that no process uses."""
     with socket.socket() as listener:
+        # The system selects the port.
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
@@ -199,6 +205,7 @@ def request_all(
     """
     latencies = [0.0] * len(texts)
     embeddings = [""] * len(texts)
+    # All clients take their next text from the same iterator.
     remaining = iter(enumerate(texts))
 
     def run_client(_: int) -> None:
@@ -266,6 +273,7 @@ def compare_embeddings(
     for (workload, name), rounds in embeddings.items():
         rows = np.stack([np.frombuffer(b64decode(row), "<f4") for row in rounds[0]])
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        # A server that batches requests may compute a text with other texts in every round.
         identical = sum(len(set(versions)) == 1 for versions in zip(*rounds))
         agreement[f"{name}, {workload}"] = {
             "worst_cosine": float((rows * expected[workload]).sum(1).min()),

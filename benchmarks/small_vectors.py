@@ -59,6 +59,7 @@ def words_and_definitions(queries: int = 1000) -> Test:
     """Return words of examples/definitions.tsv, and all definitions with theirs first."""
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     words, definitions = zip(*(line.split("\t") for line in lines))
+    # Words at equal distances represent the whole file.
     step = len(lines) // queries
     order = sorted(range(len(lines)), key=lambda index: index % step)
     return list(words[::step]), [definitions[index] for index in order]
@@ -95,13 +96,18 @@ def ways(queries: np.ndarray, documents: np.ndarray) -> dict[str, tuple[str, np.
     """
     dimension = documents.shape[1]
     exact = queries @ documents.T
+
+    # The values are rounded to float16 and multiplied in float32, because NumPy's product of float16
+    # matrices is slow.
     half = queries.astype(np.float16).astype(np.float32)
     half = half @ documents.astype(np.float16).astype(np.float32).T
 
+    # An index is created before all documents are known, so the ranges are those of the first.
     ranges = np.stack([documents[:1000].min(axis=0), documents[:1000].max(axis=0)])
     int8_queries = quantize_embeddings(queries, "int8", ranges)
     int8_documents = quantize_embeddings(documents, "int8", ranges)
     int8 = int8_queries.astype(np.float32) @ int8_documents.astype(np.float32).T
+    # An int8 value stands for an interval, and its middle is the best estimate.
     middles = ranges[0] + (int8_documents + 128.5) * (ranges[1] - ranges[0]) / 255
 
     # The product of signs is D minus twice the number of bits that differ.

@@ -1,4 +1,4 @@
-"""Measure masked-LM training steps (forward, backward, clipping, AdamW).
+r"""Measure masked-LM training steps (forward, backward, clipping, AdamW).
 
 The layouts are packed batches with logits of the masked tokens, and padded batches with all logits.
 
@@ -6,7 +6,7 @@ The layouts are packed batches with logits of the masked tokens, and padded batc
     python -m benchmarks.training --output results/training_cpu
     # bf16 autocast against float32
     python -m benchmarks.training --sets 128 --dtypes float32 bfloat16
-    python -m benchmarks.training --device cuda --hidden 768 --layers 28 \\
+    python -m benchmarks.training --device cuda --hidden 768 --layers 28 \
         --sets 1024 4096 --tokens 32768
 
 Both layouts have the same texts with the same masked tokens, so their losses must agree. Each run
@@ -89,6 +89,7 @@ def draw_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, 
         seed: Random seed.
     """
     lengths = draw_lengths(name, max(2, tokens), seed)
+    # Drop the texts after the one that completes the number of tokens.
     lengths = lengths[: bisect_left(list(itertools.accumulate(lengths)), tokens) + 1]
 
     batch = make_batch(lengths, "cpu", seed)
@@ -145,6 +146,7 @@ def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[s
             losses.append(loss.detach())
 
         for step in range(options.steps + 1):
+            # The step is the seed, so that all layouts train on the same batches.
             lengths, inputs = draw_batch(name, options.tokens, step)
             inputs = {key: value.to(options.device) for key, value in inputs.items()}
             seconds, rate = timed(functools.partial(train, inputs), product)
@@ -171,8 +173,13 @@ def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[s
 
 
 def forward_operations(model: NeoBERTForMaskedLM, lengths: list[int], predicted: int) -> int:
-    """Return the floating-point operations of a forward: the encoder, and the decoder for the
-    predicted tokens."""
+    """Return the number of floating-point operations of a forward pass.
+
+    Args:
+        model: Model.
+        lengths: Sequence lengths in tokens.
+        predicted: Number of masked tokens, for which the decoder computes logits.
+    """
     return flops(model.model, lengths) + 2 * model.decoder.weight.numel() * predicted
 
 
@@ -181,6 +188,7 @@ def summarize(case: tuple[str, str, str], runs: list[dict[str, Any]]) -> dict[st
     joined = {}
     for key in ("seconds", "tokens", "operations", "rates"):
         joined[key] = list(itertools.chain.from_iterable(run[key] for run in runs))
+    # Speeds are those of the single steps, so that a slow step changes the median little.
     speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
     fractions = [
         operations / second / rate
@@ -217,6 +225,7 @@ def results_table(rows: list[dict[str, Any]]) -> str:
             for other in rows
             if (other["name"], other["dtype"]) == (row["name"], rows[0]["dtype"])
         ]
+
         speedup = ratio(same_set[-1]["seconds"], row["seconds"])
         peak = row["peak_bytes"]
         lines.append(
@@ -235,6 +244,7 @@ def results_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['losses'][-1]:.4f}",
             ]
         )
+
     header = [
         "workload",
         "dtype",
@@ -257,6 +267,7 @@ def main(options: TrainingOptions) -> tuple[dict[str, Any], str, dict[str, Any]]
     """Measure every set, dtype and layout, in turns."""
     cases = list(itertools.product(options.sets, options.dtypes, options.ways))
     runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {case: [] for case in cases}
+    # In turns, other processes on the machine slow all layouts down equally.
     for _ in tqdm(range(options.repeats), desc="repeats", disable=None):
         for case in cases:
             runs[case].append(in_a_process(measure, options, *case))
