@@ -185,10 +185,10 @@ def onnx_runtime(model, work):
         path = str(folder / "onnx" / name)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         outputs = [output.name for output in session.get_outputs()]
-        found = dict(zip(outputs, session.run(None, inputs)))
+        values = dict(zip(outputs, session.run(None, inputs)))
         seconds = timed(partial(session.run, outputs[:1]), single_rows(model))
-        tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
-        pooled = found.get("sentence_embedding", means(tokens))
+        tokens = real_tokens(values["last_hidden_state"], inputs["attention_mask"])
+        pooled = values.get("sentence_embedding", means(tokens))
         size, version = size_of(folder / "onnx", name), onnxruntime.__version__
         yield Answer("ONNX Runtime", version, precision, tokens, pooled, seconds, size)
 
@@ -203,10 +203,10 @@ def openvino_runtime(model, work):
     for precision, name in OPENVINO.items():
         compiled = core.compile_model(core.read_model(str(folder / name)), "CPU", settings)
         names = [output.get_any_name() for output in compiled.outputs]
-        found = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
+        values = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
         seconds = timed(compiled, single_rows(model))
-        tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
-        pooled = found.get("sentence_embedding", means(tokens))
+        tokens = real_tokens(values["last_hidden_state"], inputs["attention_mask"])
+        pooled = values.get("sentence_embedding", means(tokens))
         size, version = size_of(folder, name), runtime.__version__.split("-")[0]
         yield Answer("OpenVINO", version, precision, tokens, pooled, seconds, size)
 
@@ -218,9 +218,9 @@ def transformers_js(model, work):
     version = package_version(modules, "@huggingface/transformers")
     for precision, name in ONNX.items():
         dtype = {"int8": "q8"}.get(precision, precision)
-        found = in_node("transformers.mjs", modules, folder, dtype, texts=model.texts)
-        tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
-        pooled, seconds = np.array(found["pooled"]), found["seconds"]
+        reply = in_node("transformers.mjs", modules, folder, dtype, texts=model.texts)
+        tokens = [np.array(vectors, np.float32) for vectors in reply["tokens"]]
+        pooled, seconds = np.array(reply["pooled"]), reply["seconds"]
         size = size_of(folder / "onnx", name)
         yield Answer("transformers.js", version, precision, tokens, pooled, seconds, size)
 
@@ -249,11 +249,11 @@ def sentence_transformers_onnx(model, work):
     if not (work / "st" / ".ready").exists():
         raise Skipped(f"{work / 'st'} is not installed: make {work / 'st' / '.ready'}")
     folder, script = onnx_folder(model), HERE / "sentence_transformers_onnx.py"
-    found = in_process([work / "st" / "bin" / "python", script, folder], model.texts)
-    tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
-    pooled, seconds = np.array(found["pooled"]), found["seconds"]
+    reply = in_process([work / "st" / "bin" / "python", script, folder], model.texts)
+    tokens = [np.array(vectors, np.float32) for vectors in reply["tokens"]]
+    pooled, seconds = np.array(reply["pooled"]), reply["seconds"]
     size, name = size_of(folder / "onnx", ONNX["fp32"]), "sentence-transformers, ONNX"
-    yield Answer(name, found["version"], "fp32", tokens, pooled, seconds, size)
+    yield Answer(name, reply["version"], "fp32", tokens, pooled, seconds, size)
 
 
 ENGINES = {
@@ -335,26 +335,26 @@ def in_process(command, texts):
 # comparison
 
 
-def worst_cosine(given, expected):
+def worst_cosine(actual, expected):
     """The smallest cosine between rows of two arrays; -1 where a number is not finite or the shapes
     differ."""
-    given, expected = np.asarray(given, np.float64), np.asarray(expected, np.float64)
-    if given.shape != expected.shape or not np.isfinite(given).all():
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
         return -1.0
-    lengths = np.linalg.norm(given, axis=-1) * np.linalg.norm(expected, axis=-1)
-    return float(((given * expected).sum(-1) / np.maximum(lengths, 1e-30)).min())
+    lengths = np.linalg.norm(actual, axis=-1) * np.linalg.norm(expected, axis=-1)
+    return float(((actual * expected).sum(-1) / np.maximum(lengths, 1e-30)).min())
 
 
 def compared(answer, model):
     """A row: the worst cosines of an Answer."""
     if isinstance(answer.tokens, dict):
         pairs = [
-            (given, np.stack([states[place] for states in model.tokens]))
-            for place, given in answer.tokens.items()
+            (actual, np.stack([states[place] for states in model.tokens]))
+            for place, actual in answer.tokens.items()
         ]
     else:
         pairs = zip(answer.tokens, model.tokens, strict=True)
-    token = min(worst_cosine(given, expected) for given, expected in pairs)
+    token = min(worst_cosine(actual, expected) for actual, expected in pairs)
     return {
         "model": model.name,
         "engine": answer.engine,
@@ -380,8 +380,8 @@ def check_classifier(modules, work):
     with torch.inference_mode():
         batches = [tokenizer(text, return_tensors="pt") for text in texts]
         expected = np.stack([model(**batch).logits[0].numpy() for batch in batches])
-    given = np.array(in_node("classifier.mjs", modules, path, "2", texts=texts)["logits"])
-    return float(np.abs(given - expected).max() / np.abs(expected).max())
+    logits = np.array(in_node("classifier.mjs", modules, path, "2", texts=texts)["logits"])
+    return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
 def page(rows, classifier, skipped):
@@ -419,11 +419,11 @@ def main():
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--output", type=Path, help="also write OUTPUT.md and OUTPUT.json")
     parser.add_argument("--reuse", action="store_true", help="run what the last call exported")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    folder = given.work.resolve() / "models"
-    if not given.reuse:
-        shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
+    folder = args.work.resolve() / "models"
+    if not args.reuse:
+        shutil.rmtree(folder, ignore_errors=True)
     sources = {"wide random weights": random_model(NeoBERTModel, folder / "wide" / "model", "mean")}
     if (BUNDLED / "config.json").exists():
         sources = {"the bundled sentence encoder": BUNDLED, **sources}
@@ -432,36 +432,38 @@ def main():
         (folder / str(i)).mkdir(exist_ok=True)
         models.append(Model(name, source, folder / str(i)))
     rows, skipped, failed, classifier = [], {}, [], None
-    for name in given.engines:
+    for name in args.engines:
         for model in models:
             try:
-                for answer in ENGINES[name](model, given.work.resolve()):
+                for answer in ENGINES[name](model, args.work.resolve()):
                     rows.append(row := compared(answer, model))
                     bounds = BOUNDS[row["precision"]]
                     good = row["token"] >= bounds[0] and row["pooled"] >= bounds[1]
-                    told = (
+                    summary = (
                         f"{row['engine']} {row['precision']}, {model.name}: token "
                         f"{row['token']:.6f}, pooled {row['pooled']:.6f}"
                     )
-                    print(f"{'ok  ' if good else 'FAIL'} {told}", flush=True)
+                    print(f"{'ok  ' if good else 'FAIL'} {summary}", flush=True)
                     if not good:
-                        failed.append(f"{told}; at least {bounds[0]} and {bounds[1]} are wanted")
+                        failed.append(
+                            f"{summary}; at least {bounds[0]} and {bounds[1]} are required"
+                        )
             except (Skipped, ImportError) as reason:
                 skipped[name] = one_line(reason)
             except Exception as error:  # of any engine; the others still run
                 failed.append(
                     f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}"
                 )
-    if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
-        classifier = check_classifier(node_modules(given.work.resolve()), folder)
-        told = f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"
-        print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} {told}")
+    if "llama.cpp" in args.engines and "llama.cpp" not in skipped:
+        classifier = check_classifier(node_modules(args.work.resolve()), folder)
+        summary = f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"
+        print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} {summary}")
         if classifier > 5e-3:
-            failed.append(told)
-    if given.output:
+            failed.append(summary)
+    if args.output:
         env = environment(("onnxruntime", "openvino", "gguf"))
         text, figures = page(rows, classifier, skipped), {"rows": rows, "classifier": classifier}
-        write_result(given.output, "NeoBERT in other engines", env, figures, text)
+        write_result(args.output, "NeoBERT in other engines", env, figures, text)
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
     for line in failed:

@@ -197,8 +197,8 @@ def test_pooling_of_the_folder(make, pooling, number):
 
 def test_linear_scaling(make):
     keys, _ = read(export(make(rope_scaling={"rope_type": "linear", "factor": 3.0})))
-    found = [keys[name] for name in ("rope.scaling.type", "rope.scaling.factor", "context_length")]
-    assert found == ["linear", 3.0, 768]
+    values = [keys[name] for name in ("rope.scaling.type", "rope.scaling.factor", "context_length")]
+    assert values == ["linear", 3.0, 768]
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
     engine = gguf_engine.Engine(export(source, "--dtype", "f32"))
     ids = torch.randint(5, len(WORDS), (1, 200))
     expected = source.model(ids).last_hidden_state[0].numpy()
-    (found,) = engine.hidden([ids[0].numpy()])
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    (actual,) = engine.hidden([ids[0].numpy()])
+    assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.fixture

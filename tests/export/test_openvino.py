@@ -27,8 +27,8 @@ def run(path, ids, mask):
     options = json.loads((path.parent / "ov_config.json").read_text())
     compiled = core.compile_model(core.read_model(str(path)), "CPU", options)
     assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
-    found = compiled({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
-    return {output.any_name: found[output] for output in compiled.outputs}
+    values = compiled({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    return {output.any_name: values[output] for output in compiled.outputs}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     for name, least in (("fp32", 0.999999), ("fp16", 0.9999), ("int8", 0.99)):
-        found = run(exported / "openvino" / f"{FILES[name]}.xml", ids, mask)
-        assert list(found) == ["last_hidden_state", "sentence_embedding"]
-        assert found["sentence_embedding"].shape == (len(lengths), 48)
-        hidden = torch.from_numpy(found["last_hidden_state"])[mask.bool()]
+        outputs = run(exported / "openvino" / f"{FILES[name]}.xml", ids, mask)
+        assert list(outputs) == ["last_hidden_state", "sentence_embedding"]
+        assert outputs["sentence_embedding"].shape == (len(lengths), 48)
+        hidden = torch.from_numpy(outputs["last_hidden_state"])[mask.bool()]
         assert torch.cosine_similarity(hidden, expected, dim=-1).min() > least, name
 
 
@@ -77,11 +77,11 @@ def test_the_axis_of_the_scales():
         stored = weight if transposed else np.ascontiguousarray(weight.T)
         model = openvino.Model([ops.matmul(x, ops.constant(stored), False, transposed)], [x], "one")
         target._compress(model)
-        given = generator.normal(size=(1, 48)).astype(np.float32)
+        inputs = generator.normal(size=(1, 48)).astype(np.float32)
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
-        (found,) = openvino.compile_model(model, "CPU", options)(given).values()
-        expected = given @ weight.T
-        assert np.abs((found - expected) / np.abs(weight).max(1)).max() < 0.1
+        (actual,) = openvino.compile_model(model, "CPU", options)(inputs).values()
+        expected = inputs @ weight.T
+        assert np.abs((actual - expected) / np.abs(weight).max(1)).max() < 0.1
 
 
 def test_a_head(hub_folder, tmp_path, padded_batch):
@@ -91,5 +91,5 @@ def test_a_head(hub_folder, tmp_path, padded_batch):
     ids, mask = padded_batch(11, 5)
     with torch.no_grad():
         expected = head.from_pretrained(folder).eval()(ids, attention_mask=mask).logits
-    found = run(out / "openvino" / "openvino_model.xml", ids, mask)
-    assert list(found) == ["logits"] and np.abs(found["logits"] - expected.numpy()).max() < 1e-3
+    outputs = run(out / "openvino" / "openvino_model.xml", ids, mask)
+    assert list(outputs) == ["logits"] and np.abs(outputs["logits"] - expected.numpy()).max() < 1e-3

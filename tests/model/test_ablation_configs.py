@@ -207,8 +207,8 @@ PRETRAINING = [
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
 def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
-    given = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
-    run = pretrain.read_run([str(path), *given])
+    options = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
+    run = pretrain.read_run([str(path), *options])
     accumulation = run.options.batch.gradient_accumulation_steps(
         8 if "example" not in path.stem else 1
     )

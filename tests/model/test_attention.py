@@ -129,13 +129,13 @@ def test_gradients_agree(implementation, flash, batch):
     expected = gradients(build(NeoBERTForMaskedLM, "eager"), *alone)
     packed = {**packed_batch(texts), "labels": labels[mask.bool()][None]}
     padded = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    for layout, given in {
+    for layout, actual in {
         "alone": gradients(model, *alone),
         "packed by the caller": gradients(model, packed),
         "packed by the model": gradients(model, padded),
         "padded": gradients(dense, padded),
     }.items():
-        for name, gradient in given.items():
+        for name, gradient in actual.items():
             assert_same(gradient, expected[name], 2e-5, f"gradient of {name}, {layout},")
 
 
@@ -290,19 +290,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("given", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("packing", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2"))
 @torch.no_grad()
-def test_ways_to_say_packed(implementation, given, flash):
+def test_ways_to_say_packed(implementation, packing, flash):
     model = build(NeoBERTModel, implementation)
-    hidden = model(torch.cat(PACKED_TEXTS)[None], **given).last_hidden_state
+    hidden = model(torch.cat(PACKED_TEXTS)[None], **packing).last_hidden_state
     assert_same(hidden[0], last_states(model, *PACKED_TEXTS))
     for call in flash.calls:
         assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32
 
 
 @pytest.mark.parametrize(
-    "given,words",
+    "packing,words",
     (
         ({"cu_seq_lens_k": BOUNDS}, "must be passed with `cu_seq_lens_k`"),
         ({**PACKED, "cu_seq_lens_k": torch.tensor([0, 10, 12, 19])}, "must equal `cu_seq_lens_q`"),
@@ -314,10 +314,10 @@ def test_ways_to_say_packed(implementation, given, flash):
         ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "has no padding"),
     ),
 )
-def test_packing_that_does_not_fit_is_one_sentence(given, words):
+def test_packing_that_does_not_fit_is_one_sentence(packing, words):
     """Each of these would let a text see another, or hide a part of it, without a word."""
     with pytest.raises(ValueError, match=words):
-        make_model(NeoBERTModel)(torch.cat(PACKED_TEXTS)[None], **given)
+        make_model(NeoBERTModel)(torch.cat(PACKED_TEXTS)[None], **packing)
 
 
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2", "eager"))
@@ -454,16 +454,16 @@ class LargestTensor(TorchDispatchMode):
 def test_sdpa_makes_no_square_tensor(layout):
     length = 600
     ids, mask = random_batch([length, 500])
-    given = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask}
     if layout == "packed by the caller":
-        given = packed_batch(texts_of(ids, mask))
+        inputs = packed_batch(texts_of(ids, mask))
     fields = {"max_position_embeddings": length, "unpad_inputs": layout != "padded"}
     with LargestTensor() as seen:
-        hidden = make_model(NeoBERTModel, attn_implementation="sdpa", **fields)(**given)[0]
+        hidden = make_model(NeoBERTModel, attn_implementation="sdpa", **fields)(**inputs)[0]
         hidden.sum().backward()
     assert seen.largest <= 2 * length * 3 * 64 < length * length
     with LargestTensor() as seen, torch.no_grad():
-        make_model(NeoBERTModel, attn_implementation="eager", **fields)(**given)
+        make_model(NeoBERTModel, attn_implementation="eager", **fields)(**inputs)
     assert seen.largest >= 4 * 500 * 500, "the eager function should be seen here"
 
 
@@ -501,10 +501,10 @@ def test_autocast(implementation, flash, batch):
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     packed = {**packed_batch(texts), "labels": torch.cat(texts)[None]}
     expected = build(NeoBERTForMaskedLM, "eager")(**padded).loss.item()
-    for unpad, given in ((True, padded), (False, padded), (True, packed)):
+    for unpad, inputs in ((True, padded), (False, padded), (True, packed)):
         model = build(NeoBERTForMaskedLM, implementation, unpad_inputs=unpad)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**given).loss
+            loss = model(**inputs).loss
         loss.backward()
         assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected
         for p in model.parameters():

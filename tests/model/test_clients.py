@@ -294,7 +294,7 @@ def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
     """As BERT's: gradients with respect to them are those of the batch with its padding left in.
     Without gradients the model packs."""
     ids, mask = random_batch([9, 3, 7])
-    found = []
+    results = []
     for unpad_inputs in (True, False):
         model = make_model(model_class, unpad_inputs=unpad_inputs)
         outputs = model(ids, attention_mask=mask, output_hidden_states=True)
@@ -303,8 +303,8 @@ def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
         outputs.hidden_states[1].retain_grad()
         output.sum().backward()
         assert torch.equal(outputs.hidden_states[1].grad, gradients[1])
-        found.append(gradients)
-    for ours, expected in zip(*found):
+        results.append(gradients)
+    for ours, expected in zip(*results):
         assert expected.abs().max() > 0
         assert_same(ours, expected, what="gradient of a hidden state")
     model = make_model(model_class)
@@ -415,8 +415,8 @@ def test_captum():
         return model(input_ids=ids, attention_mask=mask).logits[:, 1]
 
     tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
-    given = {"additional_forward_args": (mask,), "n_steps": 200, "internal_batch_size": 2}
-    scores = tool.attribute(ids, baseline, **given)
+    options = {"additional_forward_args": (mask,), "n_steps": 200, "internal_batch_size": 2}
+    scores = tool.attribute(ids, baseline, **options)
     assert scores.shape == (2, 9, 64)
     change = (logit(ids, mask) - logit(baseline, mask)).detach()
     assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
@@ -504,8 +504,8 @@ def test_bert_score(save):
     texts = ["a bird of prey", "the hawk is a kind of bird"]
 
     def score(candidates):
-        given = {"model_type": folder, "num_layers": 2, "device": "cpu"}
-        return bert_score.score(candidates, texts, **given)
+        options = {"model_type": folder, "num_layers": 2, "device": "cpu"}
+        return bert_score.score(candidates, texts, **options)
 
     precision, recall, f1 = score(texts[::-1])
     assert ((score(texts)[2] - 1).abs() < 1e-5).all() and (f1 < 0.999).all()
@@ -564,18 +564,18 @@ def test_losses_of_sentence_transformers(save, sentence_transformers):
     model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
     backbone = model[0].auto_model
     for loss, columns, labels in sentence_losses(model):
-        found = []
+        results = []
         for backbone.config.unpad_inputs in (True, False):
             model.zero_grad()
             rotated = [TEXTS[i:] + TEXTS[:i] for i in range(columns)]
             value = loss([model.preprocess(column) for column in rotated], labels)
             value.backward()
             gradient = backbone.transformer_encoder[0].wo.weight.grad
-            found.append((value.detach(), gradient.clone()))
+            results.append((value.detach(), gradient.clone()))
         name = type(loss).__name__
-        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
-        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
-        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
+        assert_same(results[0][0], results[1][0], 1e-5, f"{name}: the loss")
+        assert_same(results[0][1], results[1][1], 1e-4, f"{name}: the gradient")
+        assert results[0][1].abs().max() > 0, f"{name} has no gradient"
 
 
 # -------------------------------------------------------------------------------------------
@@ -586,10 +586,10 @@ def test_keybert(save, sentence_transformers):
     """The scores of its key words are the cosines of their vectors and the text's."""
     keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
     model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
-    found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
-    vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
-    assert len(found) >= 4
-    assert_same(torch.tensor([*found.values()]), vectors[1:] @ vectors[0], 1e-3)
+    keywords = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
+    vectors = model.encode([TEXTS[0], *keywords], normalize_embeddings=True, convert_to_tensor=True)
+    assert len(keywords) >= 4
+    assert_same(torch.tensor([*keywords.values()]), vectors[1:] @ vectors[0], 1e-3)
 
 
 def test_setfit(save, tmp_path, monkeypatch):
@@ -622,8 +622,10 @@ def test_gliner(save, tmp_path):
 
     def scores(model):
         options = {"threshold": 0.0, "flat_ner": False, "multi_label": True}
-        found = model.inference(TEXTS, ["animal", "thing"], **options)
-        return torch.tensor(sorted(entity["score"] for entities in found for entity in entities))
+        predictions = model.inference(TEXTS, ["animal", "thing"], **options)
+        return torch.tensor(
+            sorted(entity["score"] for entities in predictions for entity in entities)
+        )
 
     (backbone,) = [module for module in model.modules() if isinstance(module, NeoBERTModel)]
     expected = scores(model)

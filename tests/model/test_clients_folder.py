@@ -55,7 +55,7 @@ def expected():
     return mean_vectors(FOLDER, TEXTS)
 
 
-def run(*arguments, cwd=ROOT, given=None, code=0):
+def run(*arguments, cwd=ROOT, stdin=None, code=0):
     """What a process of that environment says, without this package on its path."""
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False"}
@@ -63,7 +63,7 @@ def run(*arguments, cwd=ROOT, given=None, code=0):
         [PYTHON, *map(str, arguments)],
         cwd=cwd,
         env=environment,
-        input=given,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=600,
@@ -117,7 +117,7 @@ def test_versions_are_those_of_the_page():
     pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
     code = "import importlib.metadata as m, sys\nprint(*(m.version(n) for n in sys.argv[1:]))"
     installed = dict(zip(pinned, run("-c", code, *pinned).split()))
-    assert {name: found.partition("+")[0] for name, found in installed.items()} == pinned
+    assert {name: version.partition("+")[0] for name, version in installed.items()} == pinned
     loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
     for version in re.findall(r"\d+\.\d+\.\d+", loaded):
         assert version in pinned.values(), f"{version} is not in constraints/clients.txt"

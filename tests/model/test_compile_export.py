@@ -20,10 +20,10 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def assert_agree(actual, expected, mask, *batch, **given):
+def assert_agree(actual, expected, mask, *batch, **inputs):
     """Two forms of a model answer alike at real tokens of a batch."""
     with torch.no_grad():
-        outputs = [model(*batch, **given)[0][mask.bool()] for model in (actual, expected)]
+        outputs = [model(*batch, **inputs)[0][mask.bool()] for model in (actual, expected)]
     assert_same(*outputs)
 
 
@@ -89,10 +89,10 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
             assert_same(actual[:, :5], model(ids[:, :5])[0], what="the first text alone")
     if model_class is NeoBERTModel and implementation == "sdpa":
-        given = {"input_ids": ids, "position_ids": positions[None]}
-        exported = torch.export.export(model, (), given).module()
-        given["position_ids"] = torch.tensor([[*range(8), *range(4)]])
-        assert_same(exported(**given)[0], model(**given)[0], what="exported")
+        inputs = {"input_ids": ids, "position_ids": positions[None]}
+        exported = torch.export.export(model, (), inputs).module()
+        inputs["position_ids"] = torch.tensor([[*range(8), *range(4)]])
+        assert_same(exported(**inputs)[0], model(**inputs)[0], what="exported")
 
 
 def test_compiled_dynamic_rope_depends_on_the_text():
@@ -135,8 +135,8 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
     monkeypatch.setattr(attention_neobert, "CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
-    given = {"input_ids": ids, "attention_mask": mask}
-    program = torch.export.export(model, (), given, dynamic_shapes=DYNAMIC).module()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=DYNAMIC).module()
     for lengths in ([12, 7], [5], [31, 2, 17, 30]):
         ids, mask = random_batch(lengths)
         rows = mask.any(dim=1) if model_class is NeoBERTForSequenceClassification else mask

@@ -107,8 +107,8 @@ def test_setting_theta_keeps_the_scaling(rope_type):
 def test_the_view_of_the_scaling():
     """As transformers 4 writes it: without theta, and with one name for the type, of which
     `rope_type` wins."""
-    given = {"type": "linear", "rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.5}
-    config = NeoBERTConfig(rope_scaling=given)
+    scaling = {"type": "linear", "rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.5}
+    config = NeoBERTConfig(rope_scaling=scaling)
     expected = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
     assert config.rope_scaling == expected and config.rope_theta == 5000.5
     assert config.rope_parameters == {**expected, "rope_theta": 5000.5}

@@ -347,13 +347,13 @@ def test_berts_names_of_settings(tmp_path):
         "layer_norm_eps": "norm_eps",
         "initializer_range": "classifier_init_range",
     }
-    given = dict(zip(names, (0.2, 0.3, 1e-3, 0.05)))
-    config = NeoBERTConfig(**FIELDS, **given)
-    for name, value in given.items():
+    fields = dict(zip(names, (0.2, 0.3, 1e-3, 0.05)))
+    config = NeoBERTConfig(**FIELDS, **fields)
+    for name, value in fields.items():
         assert getattr(config, name) == getattr(config, names[name]) == value
-    assert not set(given) & set(config.to_dict()), "one name for one setting in config.json"
+    assert not set(fields) & set(config.to_dict()), "one name for one setting in config.json"
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
-    assert NeoBERTConfig.from_pretrained(tmp_path, **given) == config
+    assert NeoBERTConfig.from_pretrained(tmp_path, **fields) == config
     assert config.bos_token_id is config.eos_token_id is None
     with pytest.raises(ValueError, match="`hidden_dropout` must be a probability"):
         NeoBERTConfig(hidden_dropout_prob=1.5)

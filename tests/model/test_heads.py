@@ -191,8 +191,8 @@ def test_mean_pooling_sums_in_float32(dtype, value):
     hidden = torch.full((1, 4000, 64), float(value), dtype=dtype)
     packing = Packing(torch.tensor([0, 1000, 4000], dtype=torch.int32), 3000)
     mask = torch.ones(1, 4000)
-    for given in ({}, {"attention_mask": mask}, {"packing": packing}):
-        pooled = model.pool(hidden, **given)
+    for arguments in ({}, {"attention_mask": mask}, {"packing": packing}):
+        pooled = model.pool(hidden, **arguments)
         assert pooled.dtype == dtype and ((pooled / value - 1).abs() < 0.01).all()
 
 

@@ -106,10 +106,10 @@ def test_learned_positions_count_real_tokens(side):
     """From 1 over real tokens, wherever the padding is; tokens equal to pad_token_id are padding
     when no mask is given."""
     ids, mask = random_batch([10, 4], side=side)
-    for given, row in ((mask, 1), (None, 0)):
+    for argument, row in ((mask, 1), (None, 0)):
         for unpad in (True, False):
             model = make_model(NeoBERTModel, unpad_inputs=unpad, **LEARNED)
-            out = model(ids, attention_mask=given).last_hidden_state
+            out = model(ids, attention_mask=argument).last_hidden_state
             real = mask[row].bool()
             assert_same(out[row][real], last_states(model, ids[row][real]))
     positions = torch.arange(10) + 5
@@ -141,11 +141,13 @@ def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
     ids, mask = random_batch([9, 0, 5])
     # torch has no backward of flex_attention on the CPU.
     trains = implementation != "flex_attention"
-    for given in (torch.zeros_like(mask), mask):
+    for attention_mask in (torch.zeros_like(mask), mask):
         model.zero_grad()
-        labels = torch.where(given == 1, ids, -100)
+        labels = torch.where(attention_mask == 1, ids, -100)
         with torch.set_grad_enabled(trains):
-            out = model(ids, attention_mask=given, labels=labels, output_hidden_states=True)
+            out = model(
+                ids, attention_mask=attention_mask, labels=labels, output_hidden_states=True
+            )
         assert all(torch.isfinite(x).all() for x in (out.loss, out.logits, *out.hidden_states))
         if trains:
             out.loss.backward()

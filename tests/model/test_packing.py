@@ -96,10 +96,12 @@ def test_low_precision_within_the_error_of_the_plain_implementation(implementati
 def test_no_layer_computes_on_padding(inputs):
     ids, mask = random_batch([9, 3, 7, 1])
     model = make_model(NeoBERTModel)
-    given = {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
+    model_inputs = (
+        {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
+    )
     kinds = (nn.Linear, nn.Embedding, nn.RMSNorm)
     seen = count_rows(*(module for module in model.modules() if isinstance(module, kinds)))
-    model(**given, attention_mask=mask)
+    model(**model_inputs, attention_mask=mask)
     assert set(seen) == {20}, "all layers see the 20 real tokens of 36"
 
 

@@ -192,8 +192,8 @@ def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
     the order they are written."""
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
     fields = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
-    given = dict(fields if order == "length first" else reversed(fields.items()))
-    config = NeoBERTConfig.from_pretrained(tmp_path, **given)
+    ordered = dict(fields if order == "length first" else reversed(fields.items()))
+    config = NeoBERTConfig.from_pretrained(tmp_path, **ordered)
     assert config.rope_parameters["original_max_position_embeddings"] == 128
     assert config.max_position_embeddings == 256
     config.save_pretrained(tmp_path / "extended")
@@ -235,7 +235,7 @@ def test_dynamic_scaling_of_packed_texts(compiled):
     run = torch.compile(model, backend="eager") if compiled else model
     torch._dynamo.reset()
     positions = torch.cat([torch.arange(9), torch.arange(5)])[None]
-    for given in (packing_arguments([9, 5], longest=14), {"position_ids": positions}):
-        hidden = run(ids[mask.bool()][None], **given).last_hidden_state
-        assert_same(hidden[0], expected, what=f"output, packed by {sorted(given)}")
+    for packing in (packing_arguments([9, 5], longest=14), {"position_ids": positions}):
+        hidden = run(ids[mask.bool()][None], **packing).last_hidden_state
+        assert_same(hidden[0], expected, what=f"output, packed by {sorted(packing)}")
     torch._dynamo.reset()

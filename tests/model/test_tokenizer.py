@@ -27,15 +27,15 @@ def test_is_bert_uncased(tokenizer, tokenizer_dir):
     # Lower case, accents stripped, punctuation split, longest word pieces first: worked out by hand
     # from vocab.txt.
     ids = tokenizer("Naïve Café, playing NeoBERT!")["input_ids"]
-    found = tokenizer.convert_ids_to_tokens(ids)
-    assert ids == [vocabulary.index(token) for token in found]
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert ids == [vocabulary.index(token) for token in tokens]
     tail = ["cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
-    assert found in (["[CLS]", "na", "##ive", *tail], ["[CLS]", "naive", *tail])
+    assert tokens in (["[CLS]", "na", "##ive", *tail], ["[CLS]", "naive", *tail])
 
 
 def test_settings(tokenizer, tokenizer_dir):
     assert tokenizer.model_max_length == 4096
-    # token_type_ids would be made for nothing
+    # token_type_ids would be computed in vain
     assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
     assert tokenizer.padding_side == "right"
     batch = tokenizer(["a", "a b c"], padding=True)
@@ -69,13 +69,13 @@ def test_a_tokenizer_is_saved_for_both_major_versions(tmp_path, space):
     special tokens, the space before a text."""
     backend = Tokenizer(models.BPE({"a": 0, "\u0120": 1, "[PAD]": 2, "<x>": 3}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="[PAD]",
         additional_special_tokens=["<x>"],
         add_prefix_space=space,
     )
-    save_tokenizer(made, tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert written["pad_token"] == "[PAD]" and written["add_prefix_space"] is space

@@ -248,8 +248,8 @@ def test_token_classification(tokenizer):
     for text, entities in zip(TEXTS, pipe(TEXTS, batch_size=2)):
         classes = model(ids_of(tokenizer, text)).logits[0].argmax(-1).tolist()[1:-1]
         expected = {i + 1: labels[label] for i, label in enumerate(classes) if label}
-        found = {entity["index"]: entity["entity"] for entity in entities}
-        assert {index: name for index, name in found.items() if name != "O"} == expected
+        predicted = {entity["index"]: entity["entity"] for entity in entities}
+        assert {index: name for index, name in predicted.items() if name != "O"} == expected
 
 
 def test_question_answering(tokenizer):
