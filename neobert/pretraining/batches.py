@@ -241,7 +241,7 @@ def batch_generator(seed: int, number: int) -> torch.Generator:
 def batch_counts(batch: dict[str, Any]) -> dict[str, int | torch.Tensor]:
     """Return the quantities that determine the cost of a batch.
 
-    They are integers or 0-dimensional tensors, so that no GPU has to be waited for.
+    They are integers or 0-dimensional tensors, so that computing them does not wait for the GPU.
 
     Returns:
         Number of tokens as "tokens", sum of the squared sequence lengths as "squares", and number

@@ -93,7 +93,6 @@ class TokenMasking:
             selected.view(-1)[positions[sample]] = True
 
         labels = torch.where(selected, input_ids, -100)
-        # With the masking of the paper, no further random numbers are needed.
         if self.mask_replace_prob == 1:
             return torch.where(selected, self.mask_token_id, input_ids), labels
 

@@ -286,7 +286,6 @@ def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> N
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Check that a model and a tokenizer have the same vocabulary, except for padding rows."""
-    # Padding rows belong to no token, so they do no harm.
     if not 0 <= vocab_size - len(tokenizer) <= MAX_PADDING_ROWS:
         raise UserError(
             f"{where} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "

@@ -28,7 +28,7 @@ class ModelOptions(OptionGroup):
 
     model_config: dict[str, Any] = option(
         default_factory=dict,
-        help="Fields of NeoBERTConfig that differ from those of the published model, or of "
+        help="Fields of NeoBERTConfig that replace those of the published model, or of "
         "--init-from.",
     )
     # The weights and the tokenizer are identified by their content.
@@ -127,7 +127,7 @@ class BatchOptions(OptionGroup):
         1024,
         "Maximum sequence length in tokens, including [CLS] and [SEP]. auto: context length of "
         "the model, at most 1024.",
-        metavar="INT|auto",
+        metavar="{INT,auto}",
     )
     long_texts: Literal["truncate", "split"] = option(
         "truncate",
@@ -301,7 +301,7 @@ class OptimizationOptions(OptionGroup):
         6e-4,
         "Peak learning rate. auto: for continued pre-training, 3e-4 for a hidden size of 768 or "
         "more, and inversely proportional to the hidden size below.",
-        metavar="FLOAT|auto",
+        metavar="{FLOAT,auto}",
         affects_results=False,
     )
     bf16: bool | Literal["auto"] = option(

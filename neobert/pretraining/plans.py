@@ -1,4 +1,4 @@
-"""Order of the texts: which windows are in batch k of an endless series of shuffled epochs.
+"""Order of the texts: assigns windows to the batches of an endless series of shuffled epochs.
 
 The windows of a batch are a function of the seed and k.
 """

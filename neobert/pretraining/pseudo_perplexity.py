@@ -240,7 +240,7 @@ def masked_cross_entropy(
     Args:
         model: Masked language model.
         ids: Token ids of the text with special tokens, (L,) int64.
-        positions: Positions to mask, each in a copy of the text of its own, (n,) int64.
+        positions: Positions to mask, one per copy of the text, (n,) int64.
         mask_token_id: Id of the mask token.
 
     Returns:
@@ -362,7 +362,6 @@ def load_model(options: ModelOptions, name: str, yarn: float | str) -> PreTraine
                 "`--yarn off`."
             )
 
-        # YaRN multiplies the context length by its factor.
         config.rope_scaling = {"rope_type": "yarn", "factor": yarn}
         config.max_position_embeddings = math.ceil(config.max_position_embeddings * yarn)
 

@@ -69,8 +69,8 @@ class TextOptions(OptionGroup):
     bucketing: Literal["truncate", "full"] = option(
         "truncate",
         "Assignment of texts to lengths. truncate: measure each text at every length that it "
-        "reaches, truncated to this length. full: measure each text once, without truncation, and "
-        "assign it to the smallest length that is not shorter.",
+        "reaches, truncated to this length. full: measure each text once, truncated to the largest "
+        "length only, and assign it to the smallest length that is not shorter.",
     )
 
 

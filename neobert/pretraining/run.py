@@ -1,4 +1,4 @@
-"""Run of `neobert pretrain`: its options, its identity, and the batches that follow from them."""
+"""Run of `neobert pretrain`: options, checks, identity and batches."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -118,7 +118,7 @@ def check_run(run: PretrainingRun) -> None:
     """Check that the options of a run can be combined.
 
     Raises:
-        UserError: If they cannot, or if a path contains another one.
+        UserError: If options cannot be combined, or if a path contains another one.
     """
     plugin = run.training.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
@@ -187,7 +187,7 @@ def run_output(run: PretrainingRun) -> Output:
 
 
 def _tokenizer_identity(options: PretrainOptions) -> str | None:
-    """Return what identifies the tokenizer of a run; None for the tokenizer of `init_from`."""
+    """Return the fingerprint of the tokenizer of a run; None for the tokenizer of `init_from`."""
     model = options.model
     if model.init_from is not None and model.init_embeddings is None:
         # `choose_tokenizer` rejects another tokenizer.

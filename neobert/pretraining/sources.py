@@ -1,4 +1,4 @@
-"""Sources of pre-training texts: Hub datasets, files, and datasets that `datasets` has saved.
+"""Sources of pre-training texts: Hub datasets, files, and datasets saved by `save_to_disk`.
 
 All of them are read as a stream of rows with the column "text".
 """
@@ -64,7 +64,7 @@ class Source:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return "saved"
 
-        # The Hub is not asked for names that can only be paths.
+        # Names that can only be paths are not looked up on the Hub.
         is_path = (
             path.exists()
             or "://" in self.name
@@ -204,7 +204,6 @@ def _open(source: Source) -> IterableDataset:
             "the column with --column."
         )
 
-    # The other columns are not used, and may differ between sources.
     rows = rows.select_columns([column])
     dtype = getattr((rows.features or {}).get(column), "dtype", "string")
     if column != "text":
@@ -243,7 +242,7 @@ def _text_rows(files: Iterable[File], column: str) -> Iterator[dict[str, Any]]:
 
 
 def source_key(sources: Sequence[Source]) -> dict[str, Any]:
-    """Return what identifies sources, as JSON values.
+    """Return the values that identify sources, in JSON types.
 
     Local files are identified by their content. Names do not contain directories.
     """

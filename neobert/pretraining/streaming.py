@@ -206,7 +206,6 @@ def next_texts(reader: "TextReader", spec: BatchOptions) -> list[np.ndarray]:
     """
     budget = spec.micro_batch_tokens
     if budget is None:
-        # A batch of sequences may have any number of tokens.
         count = spec.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
         return [reader.next() for _ in range(count)]
 
@@ -220,7 +219,7 @@ def next_texts(reader: "TextReader", spec: BatchOptions) -> list[np.ndarray]:
         reader.pending = text
         return texts
 
-    # The last text is cut at the end of the batch, and the next batch starts with the remainder.
+    # The last text is split at the end of the batch, and the next batch starts with the remainder.
     while total < budget:
         texts.append(reader.next())
         total += len(texts[-1])
@@ -306,7 +305,7 @@ class TextReader:
 class SourceReader:
     """Endless texts of one reader from one source.
 
-    The reader has files of its own, in a different order in each epoch. If there are fewer files
+    Each reader has its own files, in a different order in each epoch. If there are fewer files
     than readers, all readers read all files and share their rows.
 
     Args:
@@ -439,7 +438,6 @@ class _WindowSplitter:
         self.tokenizer = tokenizer
         self.boundaries = boundaries
         self.min_tokens = min_tokens
-        # Two positions of each window are taken by the boundary tokens.
         self.body_length = spec.sequence_length - 2
         self.split = spec.long_texts == "split"
 

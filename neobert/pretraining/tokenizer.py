@@ -151,7 +151,6 @@ def tokenizer_statistics(
 
     The number of characters per token includes spaces.
     """
-    # `verbose=False` disables the warning about texts beyond the context length.
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     token_count = max(1, sum(map(len, ids)))
     unknown_count = sum(row.count(tokenizer.unk_token_id) for row in ids)

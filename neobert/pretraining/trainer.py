@@ -41,9 +41,10 @@ def stream_file(checkpoint: str | Path, rank: int) -> Path:
 def flops_per_batch(
     config: NeoBERTConfig, tokens: float, squares: float, predicted: float
 ) -> float:
-    """Return the floating-point operations of forward and backward pass over a batch.
+    """Return the number of floating-point operations of the forward and backward pass of a batch.
 
-    They are 6 per weight and token, and 12 * hidden_size per layer and pair of tokens.
+    The passes need 6 operations per weight and token, and 12 * hidden_size operations per layer and
+    pair of tokens.
 
     Args:
         config: Configuration of the model.

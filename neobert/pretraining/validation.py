@@ -78,7 +78,7 @@ def check_validation_sets(
 
 
 def _source_keys(source: Source) -> list[Any]:
-    """Return what identifies the texts of a source: its files, or its name on the Hub."""
+    """Return the identifiers of the texts of a source: its files, or its name on the Hub."""
     if source.kind == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from ..modeling_neobert import NeoBERTForMaskedLM
 
 
-# Origins of a row, as result.json names them.
+# Origins of a row, which are keys in result.json.
 COPIED = "copied"
 MEAN = "mean of old tokens"
 REST = "mean of all tokens"
@@ -39,7 +39,7 @@ _ROLES = (
 )
 _UNUSED = re.compile(r"\[unused\d+\]")
 
-# Marks of tokens at the start of a word: those of byte-level BPE and SentencePiece, and a space.
+# Marks of tokens at the start of a word, in byte-level BPE and in SentencePiece, and a space.
 _WORD_STARTS = ("\u0120", "\u2581", " ")
 
 

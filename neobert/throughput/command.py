@@ -38,6 +38,8 @@ NOTE = (
 )
 
 Pair = tuple[str, str]
+
+# Measured values of a workload, a model and an implementation, with the keys of throughput.json.
 Row = dict[str, Any]
 
 
@@ -109,6 +111,8 @@ def measure(
     if plan.layers:
         changes["num_hidden_layers"] = plan.layers
 
+    # The matrix product has the precision of the models, so that fractions of its speed are
+    # comparable.
     clock = CLOCKS[plan.clock]
     product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
     file_lengths = lengths_of_file(plan.texts, plan.tokenizer) if plan.texts else None
@@ -116,9 +120,11 @@ def measure(
     pairs = plan.pairs()
     rows: list[Row] = []
 
+    # Each model makes one untimed pass and the timed repeats.
     steps = len(plan.sets) * len(pairs) * (plan.repeats + 1)
     with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
         for workload in plan.sets:
+            # The lengths are a function of the batch size, which the limits of the run determine.
             lengths = functools.partial(
                 draw_lengths, workload, seed=plan.seed, file_lengths=file_lengths
             )
@@ -145,7 +151,7 @@ def measure(
                 timings = in_turns(calls, plan.repeats, product, clock, progress.update)
 
             for pair, entry in ready.items():
-                workload_rows[pair].update(_figures(entry, timings[pair], product))
+                workload_rows[pair].update(_measured_fields(entry, timings[pair], product))
             rows += workload_rows.values()
             # An interrupt keeps the workloads that have finished.
             save(rows)
@@ -174,20 +180,24 @@ def _first_passes(candidate: Candidate, lengths: Callable[[int], list[int]], pla
     if max(batch.lengths) > candidate.longest:
         raise ValueError(f"takes texts of at most {candidate.longest} tokens")
 
+    # Later passes reuse the memory of the first one, so only the first one shows the peak.
     with PeakMemory(plan.device) as memory:
         candidate(batch)
+
+    # Further passes compile kernels and fill caches.
     for _ in range(plan.warmup - 1):
         candidate(batch)
     return _Ready(candidate, batch, memory.growth)
 
 
-def _figures(entry: _Ready, timing: Timing, product: MatrixProduct) -> Row:
+def _measured_fields(entry: _Ready, timing: Timing, product: MatrixProduct) -> Row:
     """Return the measured fields of a row."""
     batch = entry.batch
     tokens = sum(batch.lengths)
     batch_size = len(batch.lengths)
     longest = max(batch.lengths)
 
+    # Padding is not counted, so an implementation that computes on padding is slower by that work.
     speed = timing.per_second(tokens)
     return {
         "backend": entry.candidate.backend,
@@ -219,6 +229,7 @@ def ratios(rows: Sequence[Row], implementation: str = "sdpa") -> dict[str, dict[
     Returns:
         The speedups, {workload: {"model/implementation": ratio}}.
     """
+    # Times per token can be compared even if batch sizes differ.
     seconds_per_token: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         if not row.get("error"):
@@ -250,6 +261,7 @@ def row_table(rows: Sequence[Row]) -> str:
 
     lines: list[list[object]] = []
     for row in rows:
+        # A row with an error has no measured values.
         name = [row["set"], row["model"], row["implementation"]]
         if row.get("error"):
             lines.append([*name, "", "", "", "", row["error"], "", ""])
@@ -312,7 +324,7 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
     """Run the command.
 
     Args:
-        argv: Words of the command line after `throughput`.
+        argv: Arguments of the command line after `throughput`.
         small: Configuration fields that replace the published ones, for tests.
 
     Returns:
@@ -323,6 +335,8 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
     plan = Plan.from_options(options)
     if plan.threads:
         torch.set_num_threads(plan.threads)
+
+    # A directory that cannot be used is reported before the measurement, which may take hours.
     check_new(plan.output, "output")
 
     folder = Path(plan.output)
@@ -331,6 +345,7 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
     try:
         rows = measure(plan, small, save)
     except KeyboardInterrupt:
+        # Shells report 128 plus the number of the signal, which is 2 for SIGINT.
         print(f"interrupted. {folder} contains the workloads that have finished.", file=sys.stderr)
         return 130
 

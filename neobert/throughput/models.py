@@ -1,4 +1,4 @@
-"""Models to compare, built with random weights, and batches with given sequence lengths.
+"""Models to compare, built with random weights, and batches of random sequences.
 
 Nothing is downloaded. `build` returns a `Candidate`, a model with one implementation ("neobert",
 "sdpa"), which is called with a `Batch`.
@@ -61,6 +61,7 @@ _LARGE = {
     "num_attention_heads": 16,
     "intermediate_size": 4096,
 }
+# The 514 position embeddings of RoBERTa are 512 positions, counted from 2.
 _ROBERTA = {
     "vocab_size": 50265,
     "max_position_embeddings": 514,
@@ -115,17 +116,19 @@ class PublishedConstruction(nn.Module):
         heads = model.config.num_attention_heads
         hidden = model.encoder(input_ids)
 
+        # The published code expands the mask to all heads and queries, instead of broadcasting it.
         mask = torch.where(attention_mask.bool(), 0.0, float("-inf")).to(hidden.dtype)
         mask = mask[:, None, None, :].repeat(1, heads, length, 1)
         head_dim = model.config.hidden_size // heads
         rotary = _complex_rotary(length, head_dim, model.config.rope_theta, input_ids.device)
 
         for block in model.transformer_encoder:
+            # The projection contains the query, key and value of a head one after another.
             projected = block.qkv(block.attention_norm(hidden)).unflatten(-1, (heads, -1))
             query, key, value = projected.chunk(3, dim=-1)
             attended = F.scaled_dot_product_attention(
-                _rotated(query, rotary).transpose(1, 2),
-                _rotated(key, rotary).transpose(1, 2),
+                _rotate(query, rotary).transpose(1, 2),
+                _rotate(key, rotary).transpose(1, 2),
                 value.transpose(1, 2),
                 attn_mask=mask,
             )
@@ -144,7 +147,7 @@ def _complex_rotary(length: int, head_dim: int, theta: float, device: torch.devi
     return torch.polar(torch.ones_like(angles), angles)[:, None]
 
 
-def _rotated(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Return `x` of shape (B, L, H, K) with each adjacent pair of values rotated by its angle."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
@@ -177,6 +180,7 @@ class Batch:
     @cached_property
     def packed(self) -> dict[str, Any]:
         """Packed batch, with the arguments that DataCollatorWithFlattening returns."""
+        # The first, untimed pass creates the packed batch.
         rows = [ids[:count] for ids, count in zip(self.input_ids.cpu().numpy(), self.lengths)]
         device = self.input_ids.device
         positions = torch.cat([torch.arange(count, device=device) for count in self.lengths])
@@ -193,6 +197,8 @@ def make_batch(lengths: Sequence[int], device: str | torch.device = "cpu", seed:
     """
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    # These ids are ordinary tokens in the vocabularies of all models. In BERT's vocabulary, special
+    # and unused tokens come first.
     ids = torch.randint(1000, 30000, mask.shape, generator=generator) * mask
     return Batch(tuple(lengths), ids.to(device), mask.to(device))
 
@@ -211,6 +217,7 @@ def draw_lengths(
         seed: Random seed.
         file_lengths: Lengths of the workload "texts", which are sampled with replacement.
     """
+    # Every model gets a batch of the same lengths, as they are a function of the seed.
     generator = torch.Generator().manual_seed(seed)
     if name.isdigit():
         return [int(name)] * count
@@ -265,6 +272,7 @@ def lengths_of_file(path: str | Path, tokenizer: str | Path | None = None) -> li
     lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} contains no text.")
+    # No model of the comparison supports longer sequences.
     encoded = load_tokenizer(tokenizer or TOKENIZER)(lines, truncation=True, max_length=8192)
     return [len(ids) for ids in encoded["input_ids"]]
 
@@ -327,18 +335,18 @@ def build(
     variant = IMPLEMENTATIONS[implementation]
     architecture = MODELS[name]
     config = architecture.config(small or {})
+
     if name == "neobert":
         config.unpad_inputs = variant.layout not in ("padded", "published")
     # ModernBERT would compile itself.
     if hasattr(config, "reference_compile"):
         config.reference_compile = False
 
-    torch.manual_seed(0)
+    # The pooler is omitted, because the hidden states are the output of every model.
     model_class = architecture.model_class
-
-    # Hidden states are measured, which need no pooler.
     has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
     options = {"add_pooling_layer": False} if has_pooler else {}
+    torch.manual_seed(0)
     model = model_class._from_config(
         config, attn_implementation=variant.attention, dtype=dtype, **options
     ).eval()
@@ -348,6 +356,7 @@ def build(
             module._parameters.update(shared_module._parameters)
     model.to(device)
 
+    # The tables name the attention kernel, which depends on the machine for NeoBERT.
     running: nn.Module = model
     if variant.layout == "published":
         running = PublishedConstruction(model)
@@ -373,6 +382,7 @@ def flops(model: nn.Module, lengths: Sequence[int]) -> int:
         model: Encoder.
         lengths: Sequence lengths in tokens.
     """
+    # Embeddings are looked up and not multiplied, so only linear layers count.
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
     config: Any = model.config
@@ -395,6 +405,7 @@ def _visible_pairs(config: Any, layer: int, lengths: Sequence[int]) -> int:
 
     if not is_local:
         return sum(length * length for length in lengths)
-    # `local_attention` counts the tokens on both sides, without the token itself.
+    # `local_attention` counts the tokens on both sides, without the token itself. That tokens near
+    # the ends of a sequence see fewer tokens is ignored.
     window = config.local_attention + 1
     return sum(length * min(length, window) for length in lengths)

@@ -13,6 +13,7 @@ from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, flatten, option
 
 
+# Keys of `models.MODELS`, which cannot be imported without torch.
 MODELS = (
     "neobert",
     "bert-base",
@@ -53,6 +54,8 @@ IMPLEMENTATIONS = {
     "flash_attention_3": Implementation("flash_attention_3"),
     "flex_attention": Implementation("flex_attention"),
 }
+
+# Implementations that other models do not have.
 NEOBERT_ONLY = ("padded", "published")
 
 # Defaults of the options that the command line does not set. The preset cpu takes minutes to hours.
@@ -111,8 +114,9 @@ def check_set(name: str, texts: str | None = None) -> None:
     Raises:
         UserError: If there is no such workload.
     """
-    is_known = re.fullmatch(r"[1-9]\d*|fill-[1-9]\d?|normal-256|normal-4096|short", name)
-    if not is_known and not (name == "texts" and texts):
+    # A percentage has one or two digits, as 100 % would be batches without padding.
+    is_valid = re.fullmatch(r"[1-9]\d*|fill-[1-9]\d?|normal-256|normal-4096|short", name)
+    if not is_valid and not (name == "texts" and texts):
         raise UserError(
             f"`--sets` must name workloads such as 512, normal-256, normal-4096, short or fill-30, "
             f"got {name!r}. The workload texts needs --texts FILE."
@@ -241,6 +245,7 @@ class Plan:
             if values[name] is None:
                 values[name] = value
 
+        # A text file would have no effect without its workload.
         if values["texts"] is not None and "texts" not in values["sets"]:
             values["sets"] = [*values["sets"], "texts"]
         values["dtype"] = values["dtype"] or ("bfloat16" if on_gpu else "float32")

@@ -28,7 +28,7 @@ def plot_lengths(rows: Sequence[Mapping[str, Any]], path: Path, caption: str = "
     """
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        # Batches without padding show the effect of the length alone.
+        # Batches without padding show the effect of the sequence length alone.
         if not row.get("error") and row["fill"] == 1:
             lines.setdefault(f"{row['model']} ({row['implementation']})", []).append(row)
 
@@ -41,7 +41,7 @@ def plot_lengths(rows: Sequence[Mapping[str, Any]], path: Path, caption: str = "
     lengths = sorted({row["longest"] for points in lines.values() for row in points})
     for index, (name, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda row: row["longest"])
-        _line(
+        _draw_line(
             axes,
             index,
             name,
@@ -98,7 +98,7 @@ def plot_speedup(
 
     figure, axes = _axes("Speedup of packed NeoBERT", caption)
     for index, (label, points) in enumerate(lines.items()):
-        _line(
+        _draw_line(
             axes,
             index,
             label,
@@ -106,6 +106,7 @@ def plot_speedup(
             [value["ratio"] for _, value in points],
             [value["quartiles"] for _, value in points],
         )
+        # Full batches of different lengths have one x value, where labels would overlap.
         for fill, value in points:
             if fill < 1:
                 axes.annotate(
@@ -116,7 +117,8 @@ def plot_speedup(
                     fontsize=9,
                 )
 
-    # Speedups above this line mean that packed NeoBERT is faster.
+    # Packed NeoBERT is faster above this line. On a logarithmic axis, speedups of 2 and 1/2 are
+    # equally far from the line.
     axes.axhline(1, color="#777777", linewidth=1)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -129,6 +131,7 @@ def plot_speedup(
 
 def _axes(title: str, caption: str) -> tuple[Figure, Axes]:
     """Return a figure with a title and a caption below its plot."""
+    # The figure is written to a file, so no display is necessary.
     matplotlib.use("agg", force=False)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -141,7 +144,7 @@ def _axes(title: str, caption: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _line(
+def _draw_line(
     axes: Axes,
     index: int,
     label: str,

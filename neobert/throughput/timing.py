@@ -1,4 +1,4 @@
-"""Timing of calls that take turns, beside a plain matrix product.
+"""Timing of calls that take turns, together with a plain matrix product.
 
 The speed of a shared machine changes over time. Calls that take turns in every repeat are slowed
 down together, so that ratios between neighboring measurements remain valid. The matrix product
@@ -44,6 +44,7 @@ class Speed(TypedDict):
 def quartiles(values: Sequence[float]) -> list[float]:
     """Return the first and third quartile, or the range of fewer than three values."""
     if len(values) > 2:
+        # The second of the three values is the median.
         return statistics.quantiles(values, n=4)[::2]
     return [min(values), max(values)]
 
@@ -54,7 +55,7 @@ def between(pair: Sequence[float], form: str = ",.0f") -> str:
 
 
 def ratio(times: Sequence[float], reference_times: Sequence[float]) -> Ratio:
-    """Return how many times longer than the reference a call took.
+    """Return the ratio of the duration of a call to that of a reference.
 
     The ratio is computed for each repeat, so that changes of the machine's speed cancel.
 
@@ -86,6 +87,8 @@ class MatrixProduct:
         clock: Clock = CLOCKS["wall"],
         threads: int | None = None,
     ) -> None:
+        # Small matrices do not use the complete machine, and very large ones may not fit its
+        # caches.
         products = {}
         for size in GEMM_SIZES[str(device).partition(":")[0]]:
             left = torch.randn(size, size, device=device).to(dtype)
@@ -105,6 +108,8 @@ class MatrixProduct:
     def __call__(self) -> float:
         """Return floating-point operations per second, over at least `GEMM_SECONDS`."""
         seconds = self.timer.blocked_autorange(min_run_time=GEMM_SECONDS).mean
+
+        # Each element of the product needs N multiplications and N additions.
         return 2 * self.size**3 / seconds
 
 
@@ -133,7 +138,7 @@ class Timing:
         return {"median": statistics.median(speeds), "quartiles": quartiles(speeds)}
 
     def share(self, operations: float) -> float:
-        """Return the speed for a number of operations as a fraction of the matrix product's."""
+        """Return the speed for a number of operations, relative to that of the matrix product."""
         return statistics.median(
             operations / seconds / rate for seconds, rate in zip(self.seconds, self.rates)
         )
@@ -184,6 +189,8 @@ def in_turns(
         The times, {name: `Timing`}.
     """
     timings = {name: Timing() for name in calls}
+    # Each repeat calls every function, so that the machine has about the same speed for all of
+    # them.
     for _ in range(repeats):
         for name, call in calls.items():
             timings[name].add(*timed(call, product, clock))

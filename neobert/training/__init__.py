@@ -1,1 +1,1 @@
-"""Code that the trainers share: the life of a run, checkpoints, Trainer options and LoRA."""
+"""Code shared by the trainers: runs, checkpoints, Trainer options and LoRA."""

@@ -52,7 +52,7 @@ else:
 
 
 # ------------------------------------------------------------------------------------------------
-# agreement between the processes of a run
+# communication between the processes of a run
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def lora_config(
 
     Raises:
         UserError: If the model has no module of a target's name.
-        ValueError: If PEFT refuses a value, such as a rank below 1.
+        ValueError: If PEFT rejects a value, such as a rank below 1.
     """
     require("peft", "peft")
     from peft import LoraConfig

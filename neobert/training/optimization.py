@@ -1,4 +1,4 @@
-"""Optimization of the paper beyond Trainer's: learning rate, decayed parameters and warmup."""
+"""Optimization beyond Trainer's options: default learning rate, decayed parameters and warmup."""
 
 import warnings
 from collections.abc import Mapping

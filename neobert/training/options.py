@@ -110,7 +110,7 @@ def training_arguments(
         base: Class of the result, by default TrainingArguments.
 
     Raises:
-        UserError: If the user has changed one of `fixed`, or transformers refuses a value.
+        UserError: If the user has changed one of `fixed`, or transformers rejects a value.
     """
     import torch
     from transformers import TrainingArguments
@@ -143,7 +143,7 @@ def training_arguments(
     try:
         return (base or TrainingArguments)(output_dir=str(output_dir), **values)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"Trainer refuses its options: {one_line(error, 400)}.") from error
+        raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
 
 
 # Prefixes of options of Trainer that affect neither results nor the order of the data. They may

@@ -1,4 +1,4 @@
-"""Report what a training run is about to do, and how long it will take.
+"""Report the size of a training run, and an estimate of its duration.
 
     trainer.add_callback(RunReport())
 
@@ -54,7 +54,7 @@ class RunReport(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Log steps, epochs, sequences, batch size and learning rate."""
-        # A resumed run is timed again, possibly on another machine.
+        # A resumed run may run on another machine, so it is timed again.
         self.first_step = state.global_step + 1
         self.evaluated = False
         if state.is_world_process_zero and state.global_step < state.max_steps:
