@@ -1,4 +1,4 @@
-"""Classifiers on batches of a token budget: labels, values or entities of texts.
+"""Classifiers that run on batches of a token budget: labels, values or entities of texts.
 
 NeoBERT runs packed, without padding. Other models run on padded batches of texts of similar length.
 """
@@ -51,6 +51,7 @@ from .options import PredictOptions
 
 # Maximum sequence length of a model without task.json.
 _DEFAULT_LENGTH = 512
+# Number of decimal digits of probabilities and values.
 _DIGITS = 6
 
 
@@ -60,8 +61,8 @@ class TaskRecord:
 
     Attributes:
         task: Task, with its labels and text columns.
-        max_length: Maximum sequence length of the training in tokens.
-        temperature: Number that logits are divided by.
+        max_length: Maximum sequence length in tokens during training.
+        temperature: Temperature of the calibration, by which logits are divided.
     """
 
     task: TextTask
@@ -73,11 +74,12 @@ class TaskRecord:
         """Read task.json of a model, or infer the task of another classifier from config.json.
 
         Raises:
-            UserError: If the model is no classifier.
+            UserError: If the model is not a classifier or cannot be loaded.
         """
         path = Path(model) / TASK_FILE
         if path.is_file():
             record = read_json(path)
+            # Labels of the input are not read, so their columns do not matter.
             task = TextTask(
                 name=record["task"],
                 text_columns=tuple(record["text_columns"]),
@@ -87,8 +89,8 @@ class TaskRecord:
             )
             return cls(task, record["max_length"], record["temperature"])
 
+        # Other classifiers have no task.json. Their configuration determines the task.
         try:
-            # Other classifiers have no task.json. Their configuration determines the task.
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
@@ -96,7 +98,13 @@ class TaskRecord:
 
 
 def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
+    """Return the task of a classifier that neobert finetune has not trained.
+
+    Raises:
+        UserError: If the model is not a classifier.
+    """
     architectures = " ".join(config.architectures or [])
+    # The keys of `id2label` are not always in order.
     names: dict[Any, str] = dict(config.id2label or {})
     labels = tuple(str(names[number]) for number in range(len(names)))
 
@@ -118,14 +126,15 @@ def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of N texts.
+    """Tokenized sequences of texts: one per text, or several windows per text.
 
     Attributes:
         ids: Token ids of each sequence.
         types: Token types of each sequence, for models with segments.
         rows: Index of the text of each sequence.
-        positions: Per sequence the index of the first token of each word of its text, or -1.
-        truncation: How much of the texts was truncated.
+        positions: For each sequence, the index of the first token of each word of its text; -1 for
+            a word that is not in the sequence.
+        truncation: Truncation statistics.
     """
 
     ids: list[np.ndarray]
@@ -136,7 +145,7 @@ class Batch:
 
 
 class PackedClassifier:
-    """Classifier, regression model or tagger with the options of `neobert predict`.
+    """Classifier, regression model or token classifier with the options of `neobert predict`.
 
     Args:
         options: Options of the command.
@@ -163,18 +172,21 @@ class PackedClassifier:
         self.packs = self.model.config.model_type == "neobert"
         self._forward = CpuClassifier.for_model(self.model)
 
+        # An option above the limit is an error, but a default is reduced to the limit.
         limit = text_limit(self.model, self.tokenizer)
-        wanted = options.long_texts.max_length or record.max_length
-        if options.long_texts.max_length and limit and wanted > limit:
+        max_length = options.long_texts.max_length or record.max_length
+        if options.long_texts.max_length and limit and max_length > limit:
             raise UserError(
-                f"`max_length` must be at most {limit:,}, the length of the model, got {wanted:,}."
+                f"`max_length` must be at most {limit:,}, the length of the model, got "
+                f"{max_length:,}."
             )
-        self.max_length = min(wanted, limit or wanted)
+        self.max_length = min(max_length, limit or max_length)
 
         self.windows: WindowSettings | None = None
         if options.long_texts.long_texts == "windows":
             self.windows = self._window_settings(options.long_texts.overlap)
-        # Tokenizers without a Rust backend have no offsets, which locate the words.
+
+        # Words are located by character offsets, which only tokenizers with a Rust backend have.
         if self.task.name == TOKENS and not self.tokenizer.is_fast:
             raise UserError(
                 "entities require a tokenizer with character offsets (a tokenizer.json), got a "
@@ -182,6 +194,11 @@ class PackedClassifier:
             )
 
     def _load(self, name: str, dtype: str, trust_remote_code: bool) -> Any:
+        """Load the model with its trained head on the device.
+
+        Raises:
+            UserError: If the model cannot be loaded, or has no trained head.
+        """
         auto_class: Any = AutoModelForSequenceClassification
         if self.task.name == TOKENS:
             auto_class = AutoModelForTokenClassification
@@ -209,6 +226,11 @@ class PackedClassifier:
         return quantize_int8(model) if dtype == "int8" else model
 
     def _window_settings(self, overlap: int | None) -> WindowSettings:
+        """Return the settings of windows that are as long as the model allows.
+
+        Raises:
+            UserError: If the model classifies pairs, or the tokenizer has no offsets.
+        """
         if len(self.task.text_columns) > 1:
             raise UserError(
                 "`--long-texts windows` needs one text column, got a model of pairs. Use "
@@ -226,7 +248,7 @@ class PackedClassifier:
     # tokens
 
     def tokenize(self, texts: Sequence[tuple[str, ...]], words: Sequence[Bounds]) -> Batch:
-        """Return the sequences of texts, and count the texts that are truncated.
+        """Return the sequences of texts, with their truncation statistics.
 
         Args:
             texts: One or two texts per row.
@@ -236,7 +258,8 @@ class PackedClassifier:
             return self._windows([text for (text,) in texts], words)
 
         columns = [list(column) for column in zip(*texts)]
-        # Tokenized twice, because the truncated result does not contain the complete lengths.
+        # The texts are tokenized twice, because truncated encodings do not contain the complete
+        # lengths.
         complete = self.tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
         lengths = [len(ids) for ids in complete]
         is_tagged = self.task.name == TOKENS
@@ -248,10 +271,12 @@ class PackedClassifier:
         )
 
         ids = [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
+        # NeoBERT has no segments, so only other models need token types.
         types = None
-        # NeoBERT has no segments, so that token types are for other models only.
         if not self.packs and "token_type_ids" in encoded:
             types = [np.asarray(row, dtype=np.int64) for row in encoded["token_type_ids"]]
+
+        # The words beyond the maximum length have the position -1.
         positions = None
         if is_tagged:
             offsets = encoded["offset_mapping"]
@@ -262,6 +287,7 @@ class PackedClassifier:
         return Batch(ids, types, np.arange(len(ids)), positions, truncation)
 
     def _windows(self, texts: list[str], words: Sequence[Bounds]) -> Batch:
+        """Return the windows of texts, see `tokenize`."""
         assert self.windows is not None
         is_tagged = self.task.name == TOKENS
         lengths: list[int] = []
@@ -274,6 +300,9 @@ class PackedClassifier:
             lengths=lengths,
             with_offsets=is_tagged,
         )
+
+        # Offsets are positions in the whole text, so a window has a position for every word of the
+        # text. Most of them are -1.
         positions = None
         if windows.offsets is not None:
             positions = [
@@ -281,7 +310,7 @@ class PackedClassifier:
                 for row, offsets in zip(windows.rows, windows.offsets)
             ]
 
-        # Windows cover the complete texts, so that no token is removed.
+        # Windows contain all tokens of a text, so nothing is truncated.
         truncation = Truncation.from_lengths(lengths, lengths)
         return Batch(windows.tokens, None, windows.rows, positions, truncation)
 
@@ -290,7 +319,11 @@ class PackedClassifier:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> list[np.ndarray]:
-        """Return the logits of sequences in float32, (C,) arrays, of tokens (L, C).
+        """Return the logits of each sequence in float32.
+
+        Returns:
+            One array per sequence in the order of the batch: (C,) for C labels, and (L, C) for a
+            token classifier and a sequence of L tokens.
 
         Raises:
             UserError: If a value is not finite.
@@ -305,7 +338,7 @@ class PackedClassifier:
                 types = None if batch.types is None else [batch.types[i] for i in index]
                 logits = self._padded(ids, types)
 
-            # Batches are sorted by length. Results return to the order of the texts.
+            # Batches are sorted by length. The index restores the order of the texts.
             for i, row in zip(index, logits):
                 if not np.isfinite(row).all():
                     raise UserError(
@@ -316,6 +349,8 @@ class PackedClassifier:
         return outputs
 
     def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the logits of one packed batch."""
+        # The fast pass of the CPU takes precedence over the forward of the model.
         fast_logits = run_if_known(self._forward, ids)
         if fast_logits is not None:
             return list(fast_logits.float().numpy())
@@ -324,11 +359,13 @@ class PackedClassifier:
         if self.task.name != TOKENS:
             return list(logits)
 
-        # A tagger returns the tokens of all sequences in one row.
+        # A token classifier returns the logits of all sequences in one row.
         bounds = np.cumsum([len(row) for row in ids])[:-1]
         return np.split(logits[0], bounds)
 
     def _padded(self, ids: list[np.ndarray], types: list[np.ndarray] | None) -> list[np.ndarray]:
+        """Return the logits of one padded batch."""
+        # `pad` also returns the attention mask.
         features: dict[str, Any] = {"input_ids": [row.tolist() for row in ids]}
         if types is not None:
             features["token_type_ids"] = [row.tolist() for row in types]
@@ -351,12 +388,11 @@ class PackedClassifier:
         """Return the predictions of texts.
 
         Args:
-            texts: Per row a text, a pair of texts, or a list of words for token classification.
+            texts: A text, a pair of texts, or a list of words for token classification, per row.
             all_probabilities: Whether to return the probability of each label.
 
         Returns:
-            The columns of each row, see `output_columns`; how much was truncated; and the number
-            of tokens.
+            Columns of each row, see `output_columns`; truncation statistics; number of tokens.
         """
         if not texts:
             return [], Truncation(), 0
@@ -367,7 +403,9 @@ class PackedClassifier:
             if self.task.name != TOKENS:
                 rows.append((text,) if isinstance(text, str) else tuple(text))
                 continue
-            # Entities consist of words: a text is split into them, and a list of words is joined.
+
+            # Entities consist of words. A text is split into words, and a list of words is joined
+            # to a text. Both have the bounds of each word in the text.
             is_split = not isinstance(text, str)
             joined, bounds = join_words(text) if is_split else (text, split_words(text))
             rows.append((joined,))
@@ -378,7 +416,8 @@ class PackedClassifier:
         if self.task.name == TOKENS:
             results = self._entities(texts, rows, words, batch, logits)
         else:
-            # The logits of a text are the mean of those of its windows.
+            # The logits of a text are the mean of those of its windows. `sums[rows] += ...` would
+            # add only one window per text, because the indices repeat.
             sums = np.zeros((len(rows), logits[0].shape[-1]))
             np.add.at(sums, batch.rows, np.stack(logits))
             counts = np.bincount(batch.rows, minlength=len(rows))
@@ -386,6 +425,7 @@ class PackedClassifier:
         return results, batch.truncation, sum(map(len, batch.ids))
 
     def _labels(self, logits: np.ndarray, all_probabilities: bool) -> list[dict[str, Any]]:
+        """Return the values or labels of texts from their logits, (N, C)."""
         if self.task.name == REGRESSION:
             return [{"prediction": round(float(row[0]), _DIGITS)} for row in logits]
 
@@ -396,9 +436,9 @@ class PackedClassifier:
             result: dict[str, Any] = {}
             if multi_label:
                 # Labels are independent: a text has all labels above 0.5, which may be none.
-                chosen = [number for number, value in enumerate(row) if value > 0.5]
-                result["prediction"] = [labels[number] for number in chosen]
-                result["probability"] = [row[number] for number in chosen]
+                indices = [index for index, value in enumerate(row) if value > 0.5]
+                result["prediction"] = [labels[index] for index in indices]
+                result["probability"] = [row[index] for index in indices]
             else:
                 best = int(np.argmax(row))
                 result["prediction"] = labels[best]
@@ -416,25 +456,40 @@ class PackedClassifier:
         batch: Batch,
         logits: Sequence[np.ndarray],
     ) -> list[dict[str, Any]]:
-        """Return the entities of texts; of windows, each word is read in its most central one."""
+        """Return the entities of texts.
+
+        A word in several windows gets the logits of the window in which it is most central.
+
+        Args:
+            texts: Texts, or lists of words.
+            rows: The same texts, with the words of a list joined.
+            words: Bounds of the words of each text.
+            batch: Sequences of the texts.
+            logits: Logits of each sequence, (L, C).
+        """
         assert batch.positions is not None
+        # A word that was truncated has logits without an entity.
         missing = missing_logits(self.task.labels)
         word_logits = [np.tile(missing, (len(bounds), 1)) for bounds in words]
         margins = [np.full(len(bounds), -1) for bounds in words]
 
         for row, positions, values in zip(batch.rows, batch.positions, logits):
-            # The distance to the nearer end of the window; a word at an end has little context.
+            # A word near an end of the window has little context, so the distance to the nearer end
+            # decides. A word that is not in the window has the distance -1 and never wins.
             distances = np.minimum(positions, len(values) - 1 - positions)
             distances[positions < 0] = -1
             is_better = distances > margins[row]
             word_logits[row][is_better] = values[positions[is_better]]
             margins[row][is_better] = distances[is_better]
 
+        # Each word has the label with the highest probability, and labels of neighboring words form
+        # entities.
         results = []
         for text, (joined,), bounds, values in zip(texts, rows, words, word_logits):
             scores = probabilities(values, self.temperature, multi_label=False)
             best = scores.argmax(axis=-1) if len(bounds) else np.zeros(0, int)
-            tags = [self.task.labels[number] for number in best]
+            tags = [self.task.labels[index] for index in best]
+
             entities = []
             for entity in find_entities(tags, bounds, self.task.bio):
                 index = np.arange(entity.first, entity.stop)

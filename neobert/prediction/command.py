@@ -36,6 +36,7 @@ from .table import FORMATS, Table, output_columns
 
 logger = logging.getLogger("neobert.prediction")
 
+# Name of the command in its records.
 COMMAND = "predict"
 
 
@@ -46,7 +47,7 @@ class Summary:
     Attributes:
         rows: Number of rows.
         missing: Number of rows without a text, which have no prediction.
-        tokens: Number of tokens.
+        tokens: Number of tokens of all texts.
         truncation: Truncation statistics.
     """
 
@@ -69,7 +70,7 @@ class Summary:
         return cls(**{**values, "truncation": Truncation(**values["truncation"])})
 
     def describe(self) -> str:
-        """Return the counts in words."""
+        """Return the counts as text."""
         parts = [f"{self.rows:,} rows, {self.tokens:,} tokens"]
         if self.missing:
             parts.append(f"{self.missing:,} rows without a text")
@@ -96,10 +97,14 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
 
     Args:
         options: Options of the command.
-        progress_bar: Whether to show the progress.
+        progress_bar: Whether to show a progress bar.
+
+    Returns:
+        Summary of the output.
 
     Raises:
-        UserError: If an input is invalid, or the output is another file.
+        UserError: If an input is invalid, or if the output exists and was not written with these
+            options.
     """
     run = Prediction(options)
     if run.is_finished():
@@ -108,7 +113,8 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
         shutil.rmtree(run.work, ignore_errors=True)
         return Summary.from_json(read_json(run.record_path)["summary"])
 
-    with run.claimed.claim():
+    # Another process with the same output is refused while this one is running.
+    with run.work_folder.claim():
         summary = run.write_parts(progress_bar)
         run.join(summary)
     shutil.rmtree(run.work, ignore_errors=True)
@@ -122,10 +128,10 @@ class Prediction:
         options: Options of the command.
 
     Attributes:
-        claimed: Directory of the parts with what identifies the run: options, digest of the model,
-            and the input files.
+        work_folder: Directory of the parts, which records what identifies the run: the options, the
+            digest of the model, and the input files.
         work: Path of this directory.
-        record_path: File that describes the run.
+        record_path: Path of the file that describes the run.
     """
 
     def __init__(self, options: PredictOptions) -> None:
@@ -152,13 +158,13 @@ class Prediction:
             "model": model_digest(model),
             "files": {file.name: file.size for file in self.files},
         }
-        self.claimed = Output(self.work, COMMAND, settings)
+        self.work_folder = Output(self.work, COMMAND, settings)
 
     def is_finished(self) -> bool:
         """Return whether the output is complete.
 
         Raises:
-            UserError: If the output is another file, or one of another run.
+            UserError: If the output exists, but is not one of this command with these options.
         """
         if self.output.is_dir():
             raise UserError(f"{self.output} must be a file, got a directory.")
@@ -173,7 +179,7 @@ class Prediction:
                 f"{self.output}), or choose another output."
             )
 
-        changes = differences(record["settings"], self.claimed.settings)
+        changes = differences(record["settings"], self.work_folder.settings)
         if changes:
             raise UserError(
                 f"{self.output} was written with other settings ({changes}). Remove it (rm "
@@ -182,16 +188,17 @@ class Prediction:
         return True
 
     def write_parts(self, progress_bar: bool) -> Summary:
-        """Write the missing parts, and return the summary of all."""
+        """Write the missing parts, and return the summary of all parts."""
         record = TaskRecord.load(self.options.model.model, self.options.model.trust_remote_code)
         columns, text_columns = self._columns(record)
         # The options may name other text columns than those of the training.
         record = dataclasses.replace(
             record, task=dataclasses.replace(record.task, text_columns=text_columns)
         )
+
         is_split = record.task.name == TOKENS and self._is_split(text_columns[0])
-        added = output_columns(record.task, self.options.data.probabilities, is_split)
-        self.table = Table.for_files(self.files, self.format, columns, added)
+        predictions = output_columns(record.task, self.options.data.probabilities, is_split)
+        self.table = Table.for_files(self.files, self.format, columns, predictions)
 
         # A run with nothing left to do does not load the model.
         classifier: PackedClassifier | None = None
@@ -203,6 +210,7 @@ class Prediction:
             for number, file, rows in self._read_parts():
                 path = self.work / f"{number:06d}{self.format}"
                 self.parts.append(path)
+                # A finished part has no rows here, but a summary in its .json file.
                 if rows is not None:
                     if classifier is None:
                         classifier = PackedClassifier(self.options, record)
@@ -220,30 +228,36 @@ class Prediction:
         return total
 
     def _columns(self, record: TaskRecord) -> tuple[list[str], tuple[str, ...]]:
-        """Return the columns of the input and its text columns."""
+        """Return the columns of the input, and those of them that contain the texts.
+
+        Raises:
+            UserError: If the input has no rows or no text columns of the model.
+        """
+        # All files must have the columns of the first one that has rows.
         first = next((file for file in self.files if not data.is_empty(file)), None)
         if first is None:
             raise UserError(f"{self.options.data.input} must contain at least one row, got none.")
 
         columns = list(data.schema(first).names)
-        wanted = tuple(self.options.data.text_column or record.task.text_columns)
-        missing = [name for name in wanted if name not in columns]
+        text_columns = tuple(self.options.data.text_column or record.task.text_columns)
+        missing = [name for name in text_columns if name not in columns]
         # Without an option, a column named text replaces missing columns of the training.
         if missing and self.options.data.text_column is None and "text" in columns:
-            wanted = ("text",)
+            text_columns = ("text",)
             missing = []
 
-        pairs = len(record.task.text_columns)
-        if missing or (record.task.text_columns and len(wanted) != pairs):
-            what = f"no column {missing[0]!r}" if missing else f"{len(wanted)} text columns"
+        # A model of pairs needs two columns, any other model one.
+        count = len(record.task.text_columns)
+        if missing or (record.task.text_columns and len(text_columns) != count):
+            what = f"no column {missing[0]!r}" if missing else f"{len(text_columns)} text columns"
             raise UserError(
-                f"{first.url} must contain {pairs} text columns of the model, got {what}; it has "
+                f"{first.url} must contain {count} text columns of the model, got {what}; it has "
                 f"{listed(columns)}. Pass --text-column."
             )
-        return columns, wanted
+        return columns, text_columns
 
     def _is_split(self, column: str) -> bool:
-        """Return whether a column contains lists of words."""
+        """Return whether a column contains lists of words; the first row decides."""
         for file in self.files:
             for _, row in data.numbered_rows(file, [column]):
                 return isinstance(row[column], list)
@@ -257,12 +271,15 @@ class Prediction:
         size = self.options.data.rows
         number = 0
         for file in self.files:
+            # The parts of all files are numbered in one sequence, which continues in the next file.
             first = number
 
+            # A default argument binds the current value: a closure would see that of later files.
             def is_wanted(row: int, first: int = first) -> bool:
                 path = self.work / f"{first + row // size:06d}.json"
                 return not path.is_file()
 
+            # Rows of finished parts are counted, but not decoded.
             numbered = data.numbered_rows(file, wanted=is_wanted)
             for _, group in itertools.groupby(numbered, lambda item: item[0] // size):
                 rows = list(group)
@@ -278,9 +295,10 @@ class Prediction:
         file: data.File,
         rows: Sequence[tuple[int, Any]],
     ) -> Summary:
-        """Predict the rows of a part and store them; its .json file is the last one."""
-        columns = self.table.copied
+        """Predict the rows of a part and store them; the .json file with the summary is last."""
+        columns = self.table.input_columns
         texts = []
+        # Index in the part of each row that has a text.
         indices = []
         for index, (number, row) in enumerate(rows):
             missing = [name for name in columns if name not in row]
@@ -288,36 +306,42 @@ class Prediction:
                 raise UserError(
                     f"{file.url}, row {number + 1:,}: there is no column {missing[0]!r}."
                 )
+
+            # A pair with only one text has no prediction either.
             values = [row[name] for name in classifier.task.text_columns]
             if any(_is_missing(value) for value in values):
                 continue
             for value in values:
-                self._check_text(classifier, file, number, value)
+                self._check_text(file, number, value)
             indices.append(index)
             texts.append(values[0] if len(values) == 1 else tuple(values))
 
         results, truncation, tokens = classifier.predict(texts, self.options.data.probabilities)
 
         # Rows without a text stay in the output, with empty predictions.
-        predictions: list[dict[str, Any]] = [dict.fromkeys(self.table.added) for _ in rows]
+        predictions: list[dict[str, Any]] = [
+            dict.fromkeys(self.table.prediction_columns) for _ in rows
+        ]
         for index, result in zip(indices, results):
             predictions[index] = result
         content = self.table.encode(file, [row for _, row in rows], predictions)
         with new_file(path) as part:
             part.write(content)
 
-        # A part is complete when its .json file exists, so that this file is the last one.
+        # A part is complete when its .json file exists, so this file is written last.
         summary = Summary(len(rows), len(rows) - len(texts), tokens, truncation)
         write_json(path.with_suffix(".json"), dataclasses.asdict(summary))
         return summary
 
-    def _check_text(
-        self, classifier: PackedClassifier, file: data.File, number: int, value: Any
-    ) -> None:
+    def _check_text(self, file: data.File, number: int, value: Any) -> None:
+        """Raise UserError unless a value is a text, or a list of words for a token classifier."""
         if isinstance(value, str):
             return
+
+        # The columns of the output depend on the first row. If it is a string, later lists of words
+        # would have tags without a column.
         is_words = isinstance(value, list) and all(isinstance(word, str) for word in value)
-        if classifier.task.name == TOKENS and is_words and "predicted_tags" in self.table.added:
+        if is_words and "predicted_tags" in self.table.prediction_columns:
             return
         raise UserError(
             f"{file.url}, row {number + 1:,}: the text must be a string, got {value!r:.60}."
@@ -327,7 +351,7 @@ class Prediction:
         """Write the record and then the output, which is complete when it exists."""
         content = {
             "neobert": COMMAND,
-            "settings": self.claimed.settings,
+            "settings": self.work_folder.settings,
             "summary": dataclasses.asdict(summary),
             "environment": environment(dtype=self.options.inference.dtype),
         }

@@ -43,7 +43,7 @@ class DataOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
-    """Model."""
+    """Classifier to use."""
 
     title = "Model"
 
@@ -62,7 +62,7 @@ class ModelOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class LongTextOptions(OptionGroup):
-    """Treatment of texts that are longer than the limit of the model."""
+    """Handling of texts that are longer than the limit of the model."""
 
     title = "Long texts"
 
@@ -80,6 +80,7 @@ class LongTextOptions(OptionGroup):
     )
 
     def __post_init__(self) -> None:
+        # An option without an effect would suggest that windows are used.
         if self.long_texts == "truncate" and self.overlap is not None:
             raise UserError("`overlap` requires `--long-texts windows`.")
 

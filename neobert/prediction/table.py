@@ -1,4 +1,7 @@
-"""Rows with predictions in files: csv, jsonl or parquet, in parts that are joined at the end."""
+"""Output files of `neobert predict`: rows with predictions as csv, jsonl or parquet.
+
+Parts of an output are encoded separately and joined at the end.
+"""
 
 import csv
 import io
@@ -19,6 +22,7 @@ from ..finetuning.rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TextTask
 
 
 FORMATS = (".csv", ".jsonl", ".parquet")
+# Type of an entity. `start` and `end` are character positions in the text.
 _ENTITY = pyarrow.struct(
     [
         ("start", pyarrow.int64()),
@@ -33,12 +37,12 @@ _ENTITY = pyarrow.struct(
 def output_columns(
     task: TextTask, all_probabilities: bool = False, is_split: bool = False
 ) -> dict[str, pyarrow.DataType]:
-    """Return the columns of the predictions of a task, with their types.
+    """Return the columns of the predictions of a task, {name: type}.
 
     Args:
         task: Task of the model.
-        all_probabilities: Whether there is one column per label.
-        is_split: Whether texts are lists of words, which get one tag each.
+        all_probabilities: Whether to add a column with the probability of each label.
+        is_split: Whether texts are lists of words, each of which has a tag.
     """
     if task.name == REGRESSION:
         return {"prediction": pyarrow.float64()}
@@ -51,7 +55,7 @@ def output_columns(
     columns = {"prediction": pyarrow.string(), "probability": pyarrow.float64()}
     # A text has any number of labels, and one probability for each.
     if task.name == MULTI_LABEL:
-        columns = {name: pyarrow.list_(kind) for name, kind in columns.items()}
+        columns = {name: pyarrow.list_(arrow_type) for name, arrow_type in columns.items()}
     if all_probabilities:
         columns |= {f"probability_{label}": pyarrow.float64() for label in task.labels}
     return columns
@@ -63,14 +67,14 @@ class Table:
 
     Attributes:
         format: ".csv", ".jsonl" or ".parquet".
-        copied: Columns of the input.
-        added: Columns of the predictions, with their types.
+        input_columns: Columns of the input, which are copied.
+        prediction_columns: Columns of the predictions, {name: type}.
         schema: Arrow schema of all columns, for parquet.
     """
 
     format: str
-    copied: tuple[str, ...]
-    added: Mapping[str, pyarrow.DataType]
+    input_columns: tuple[str, ...]
+    prediction_columns: Mapping[str, pyarrow.DataType]
     schema: pyarrow.Schema | None = None
 
     @classmethod
@@ -78,30 +82,39 @@ class Table:
         cls,
         files: Sequence[data.File],
         output_format: str,
-        copied: Sequence[str],
-        added: Mapping[str, pyarrow.DataType],
+        input_columns: Sequence[str],
+        prediction_columns: Mapping[str, pyarrow.DataType],
     ) -> "Table":
         """Return the table of input files and predictions.
+
+        Args:
+            files: Input files.
+            output_format: ".csv", ".jsonl" or ".parquet".
+            input_columns: Columns of the input.
+            prediction_columns: Columns of the predictions, {name: type}.
 
         Raises:
             UserError: If the input has a column with the name of a prediction.
         """
-        if taken := [name for name in copied if name in added]:
+        conflicts = [name for name in input_columns if name in prediction_columns]
+        if conflicts:
             raise UserError(
                 f"the input must have no columns with the names of the predictions, got "
-                f"{listed(taken)}. Rename the columns."
+                f"{listed(conflicts)}. Rename the columns."
             )
+
+        # Only parquet files have types.
         if output_format != ".parquet":
-            return cls(output_format, tuple(copied), added)
+            return cls(output_format, tuple(input_columns), prediction_columns)
 
         # The types of a parquet input are copied. Those of text formats are inferred.
         if files[0].format == ".parquet":
-            known = data.schema(files[0])
-            fields = [(name, known.field(name).type) for name in copied]
+            input_schema = data.schema(files[0])
+            fields = [(name, input_schema.field(name).type) for name in input_columns]
         else:
-            fields = [*inferred_types(files, copied).items()]
-        schema = pyarrow.schema([*fields, *added.items()])
-        return cls(output_format, tuple(copied), added, schema)
+            fields = [*inferred_types(files, input_columns).items()]
+        schema = pyarrow.schema([*fields, *prediction_columns.items()])
+        return cls(output_format, tuple(input_columns), prediction_columns, schema)
 
     def encode(
         self,
@@ -109,28 +122,39 @@ class Table:
         rows: Sequence[Mapping[str, Any]],
         predictions: Sequence[Mapping[str, Any]],
     ) -> bytes:
-        """Return rows with their predictions as the content of a part."""
+        """Return rows with their predictions as the content of a part.
+
+        Args:
+            file: Input file of the rows.
+            rows: Rows of the input.
+            predictions: Columns of the predictions of each row.
+
+        Raises:
+            UserError: If a value does not have the type of its column in a parquet file.
+        """
         if self.format == ".jsonl":
-            lines = [_json({**row, **more}) for row, more in zip(rows, predictions)]
+            lines = [_json({**row, **prediction}) for row, prediction in zip(rows, predictions)]
             # Escapes of JSON can contain lone surrogates, which UTF-8 cannot encode.
             return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
 
         if self.format == ".csv":
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
-            for row, more in zip(rows, predictions):
-                values = [row[name] for name in self.copied]
-                values += [more.get(name) for name in self.added]
+            for row, prediction in zip(rows, predictions):
+                values = [row[name] for name in self.input_columns]
+                values += [prediction.get(name) for name in self.prediction_columns]
                 writer.writerow([_cell(value) for value in values])
             return text.getvalue().encode("utf-8", "backslashreplace")
 
+        # Copied values are checked against the inferred types. Predictions always have their types.
         assert self.schema is not None
         columns: dict[str, Any] = {}
-        for name in self.copied:
+        for name in self.input_columns:
             values = [row[name] for row in rows]
             columns[name] = column_array(values, self.schema.field(name), file)
-        for name, kind in self.added.items():
-            columns[name] = pyarrow.array([more.get(name) for more in predictions], kind)
+        for name, arrow_type in self.prediction_columns.items():
+            values = [prediction.get(name) for prediction in predictions]
+            columns[name] = pyarrow.array(values, arrow_type)
 
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table(columns, schema=self.schema), buffer)
@@ -138,6 +162,7 @@ class Table:
 
     def join(self, parts: Sequence[Path], output: BinaryIO) -> None:
         """Write the parts as one file."""
+        # A parquet file ends with an index of its content, so files cannot be concatenated.
         if self.format == ".parquet":
             assert self.schema is not None
             with pyarrow.parquet.ParquetWriter(output, self.schema) as writer:
@@ -148,7 +173,9 @@ class Table:
         # The parts have no header, so that they can be concatenated.
         if self.format == ".csv":
             header = io.StringIO()
-            csv.writer(header, lineterminator="\n").writerow([*self.copied, *self.added])
+            csv.writer(header, lineterminator="\n").writerow(
+                [*self.input_columns, *self.prediction_columns]
+            )
             output.write(header.getvalue().encode())
 
         for part in parts:
@@ -157,9 +184,10 @@ class Table:
 
 
 def _json(value: Any) -> str:
+    """Return a value as JSON; values that JSON does not have, such as dates, become text."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _cell(value: Any) -> Any:
-    """Return the text of a table's cell: lists and mappings as JSON."""
+    """Return the value of a CSV cell, with lists and mappings as JSON."""
     return _json(value) if isinstance(value, (list, dict)) else value
