@@ -66,13 +66,15 @@ def _metadata(
         path: Identifier of the data set.
         reference: Address of the source.
     """
+    category = "t2c" if kind == "Classification" else "t2t"
+
     return TaskMetadata(
         name=name,
         description=description,
         dataset={"path": path, "revision": "1"},
         reference=reference,
         type=kind,
-        category="t2c" if kind == "Classification" else "t2t",
+        category=category,
         modalities=["text"],
         eval_splits=["test"],
         eval_langs=["eng-Latn"],
@@ -83,6 +85,7 @@ def _metadata(
         license="not specified",
         annotations_creators="expert-annotated",
         dialect=[],
+        # MTEB's term for texts that were not written for the task.
         sample_creation="found",
         bibtex_citation="",
         prompt=prompt,
@@ -121,6 +124,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
 
     def load_data(self, **kwargs: Any) -> None:
         """Create the queries, the documents and their relevance."""
+        # Encoders that were trained on WordNet have not seen these synsets.
         held_out = [row for row in wordnet_definitions() if is_held_out(row[0])]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
         document_ids = [f"word-{word}" for word in words]
@@ -256,6 +260,7 @@ def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
         for parent in synset.hypernyms:
             children.setdefault(parent, []).append(offset)
 
+    # The order of the SHA-1 is random, and identical on every machine.
     shuffled = sorted(synsets, key=fraction)
     selected = [
         offset
@@ -273,6 +278,7 @@ def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
                 if uncle != parent:
                     cousins += children.get(uncle, [])
 
+        # From similar to dissimilar, so that the scores cover the whole range.
         partners = [parent]
         for group in (siblings, cousins):
             if group:

@@ -97,8 +97,8 @@ def ways(queries: np.ndarray, documents: np.ndarray) -> dict[str, tuple[str, np.
     dimension = documents.shape[1]
     exact = queries @ documents.T
 
-    # The values are rounded to float16 and multiplied in float32, because NumPy's product of float16
-    # matrices is slow.
+    # The values are rounded to float16 and multiplied in float32, because NumPy multiplies float16
+    # matrices slowly.
     half = queries.astype(np.float16).astype(np.float32)
     half = half @ documents.astype(np.float16).astype(np.float32).T
 

@@ -45,11 +45,13 @@ QUERIES = [
 
 
 def print_heading(text: str) -> None:
+    """Print the heading of a step."""
     print(f"\n=== {text}\n", flush=True)
 
 
 def convert(output: Path) -> None:
     """Convert the bundled checkpoint to a folder that is ready for the Hub."""
+    # A separate process runs the command as a user would.
     print_heading("1. python convert_checkpoint.py examples/checkpoint")
     if (output / "config.json").exists():
         print(f"{output} exists from an earlier run. Delete it to convert the checkpoint again.")
@@ -108,6 +110,7 @@ def compare_hidden_states(folder: Path) -> None:
         in_batch = model(**batch).last_hidden_state
         alone = model(**tokenizer(SENTENCES[-1], return_tensors="pt")).last_hidden_state
 
+    # The last text is shorter than others, so its row in the batch contains padding.
     difference = (in_batch[-1, : alone.shape[1]] - alone[0]).abs().max().item()
     non_padding = batch["attention_mask"].float().mean().item()
     print(
@@ -134,6 +137,7 @@ def search(folder: Path, path: Path) -> None:
     )
     print(f"{len(rows):,} definitions encoded in {time.perf_counter() - start:.0f} s\n")
 
+    # The first call after a large batch is slower than the following ones.
     model.encode(["warm-up"])
     times = []
     for query in QUERIES:
@@ -152,6 +156,7 @@ def search(folder: Path, path: Path) -> None:
 
 
 def main() -> None:
+    """Run all steps of the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",
@@ -160,6 +165,8 @@ def main() -> None:
         help="Directory of the converted model.",
     )
     folder = parser.parse_args().output
+
+    # All files are in the clone, so nothing is downloaded.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,7 +1,7 @@
-"""Run `neobert encode` on a Ray cluster, in shards whose workers may fail.
+r"""Run `neobert encode` on a Ray cluster, in shards whose workers may fail.
 
     pip install '.[eval,ray]'
-    python examples/encode_ray.py s3://bucket/corpus s3://bucket/embeddings --model MODEL \\
+    python examples/encode_ray.py s3://bucket/corpus s3://bucket/embeddings --model MODEL \
         --shards 512 --gpus 1
     python examples/encode_ray.py corpus/ embeddings/ --model MODEL --shards 64 --cores 4
 
@@ -23,6 +23,7 @@ from neobert.encoding.options import OPTIONS, EncodeOptions
 
 def encode_shard(options: EncodeOptions, number: int, count: int, cores: int) -> EncodeSummary:
     """Encode one shard, and return its summary."""
+    # By default torch uses all cores of the machine, also those of other workers.
     torch.set_num_threads(cores)
     inference = replace(options.inference, shard=f"{number}/{count}")
     return encode(replace(options, inference=inference), progress_bar=False)
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    # The other arguments are the options of `neobert encode`.
     parser.add_argument("--shards", type=int, default=8, help="Number of shards.")
     parser.add_argument("--cores", type=int, default=1, help="CPU cores per worker.")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs per worker.")
@@ -43,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     inference = replace(options.inference, device="cuda" if args.gpus else "cpu")
     options = replace(options, inference=inference)
 
+    # Retry without a limit: workers on preemptible machines fail at any time.
     work = ray.remote(num_cpus=args.cores, num_gpus=args.gpus, max_retries=-1)(encode_shard)
     running = [
         work.remote(options, number, args.shards, args.cores) for number in range(args.shards)

@@ -35,15 +35,19 @@ def most_frequent_nouns(folder: Path, num_synsets: int) -> list[tuple[str, str]]
         # The license at the top of the file is indented.
         if line.startswith("  "):
             continue
+
         head, _, gloss = line.partition(" | ")
         fields = head.split()
         lexicographer_file = int(fields[1])
+        # A hexadecimal number of words precedes the words, and each has a sense number.
         end = 4 + 2 * int(fields[3], 16)
         words = fields[4:end:2]
         definition, _ = split_gloss(gloss)
+        # Words in upper case are names.
         if not definition or words[0][0].isupper():
             continue
 
+        # The key of a sense is WORD%1:FILE:SENSE::, where 1 stands for nouns (senseidx(5)).
         count = 0
         for word, sense in zip(words, fields[5:end:2]):
             key = f"{word.lower()}%1:{lexicographer_file:02d}:{int(sense, 16):02d}::"
@@ -56,6 +60,7 @@ def most_frequent_nouns(folder: Path, num_synsets: int) -> list[tuple[str, str]]
 
 
 def main() -> None:
+    """Write the file of definitions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=8000, help="Number of definitions.")
     parser.add_argument(

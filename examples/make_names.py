@@ -43,10 +43,12 @@ def read_names(folder: Path) -> tuple[dict[tuple[str, ...], str], list[str]]:
     for line in (folder / "data.noun").read_text(encoding="utf-8", errors="replace").splitlines():
         head, _, gloss = line.partition(" | ")
         fields = head.split()
+
         # Names are instances (@i) of another synset.
         if line.startswith("  ") or fields[1] not in ENTITY_TYPES or "@i" not in fields:
             continue
 
+        # A hexadecimal number of words precedes the words, and each has a sense number.
         end = 4 + 2 * int(fields[3], 16)
         names = [name.replace("_", " ") for name in fields[4:end:2]]
         for name in names:
@@ -65,6 +67,7 @@ def read_names(folder: Path) -> tuple[dict[tuple[str, ...], str], list[str]]:
 def tag(sentence: str, types: dict[tuple[str, ...], str], max_words: int) -> dict[str, list[str]]:
     """Return the words of a sentence and their BIO tags. The longest name at a position wins."""
     tokens = split_words(sentence)
+
     tags = ["O"] * len(tokens)
     start = 0
     while start < len(tokens):
@@ -75,12 +78,14 @@ def tag(sentence: str, types: dict[tuple[str, ...], str], max_words: int) -> dic
                 tags[start + 1 : start + length] = [f"I-{entity_type}"] * (length - 1)
                 break
         else:
+            # No name starts here.
             length = 1
         start += length
     return {"tokens": tokens, "tags": tags}
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Write the training and the test rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Question and answer pairs from the bundled definitions, for the examples that train.
+"""Write pairs of questions and answers from the bundled definitions, for the training examples.
 
     python examples/make_pairs.py --output runs/pairs
 
@@ -14,32 +14,50 @@ from pathlib import Path
 from neobert.scripts import check_new, run_script
 
 
-def main(argv=None):
+DEFINITIONS = Path(__file__).resolve().parent / "definitions.tsv"
+
+
+def make_rows(lines: list[str]) -> list[dict[str, str]]:
+    """Return rows {"anchor", "positive", "negative"} in random order.
+
+    Args:
+        lines: Lines with words and their definition, separated by a tab.
+    """
+    # A fixed seed, so that the test rows are the same in every run. In the order of the file,
+    # neighbors are related, and the negatives would be nearly correct.
+    lines = list(lines)
+    random.Random(0).shuffle(lines)
+    entries = [line.split("\t") for line in lines]
+
+    # The negative of a definition is the word of the next one.
+    rows = []
+    for (words, definition), (next_words, _) in zip(entries, entries[1:]):
+        rows.append({"anchor": definition, "positive": words, "negative": next_words})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the training and the test rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=6000, help="rows")
-    parser.add_argument("--test", type=int, default=500, help="rows")
+    parser.add_argument("--output", type=Path, required=True, help="New directory.")
+    parser.add_argument("--train", type=int, default=6000, help="Number of training rows.")
+    parser.add_argument("--test", type=int, default=500, help="Number of test rows.")
     args = parser.parse_args(argv)
     check_new(args.output)
-    lines = (
-        (Path(__file__).resolve().parent / "definitions.tsv")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    random.Random(0).shuffle(lines)
-    entries = [line.split("\t") for line in lines]
-    rows = [
-        {"anchor": text, "positive": words, "negative": other}
-        for (words, text), (other, _) in zip(entries, entries[1:])
-    ]
+
+    rows = make_rows(DEFINITIONS.read_text(encoding="utf-8").splitlines())
+    splits = {
+        "train": rows[: args.train],
+        "test": rows[args.train :][: args.test],
+    }
+
     args.output.mkdir(parents=True, exist_ok=True)
-    for split, part in (("train", rows[: args.train]), ("test", rows[args.train :][: args.test])):
-        (args.output / f"{split}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
-        )
-        print(f"{args.output}/{split}.jsonl: {len(part):,} rows")
+    for name, split in splits.items():
+        path = args.output / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in split), encoding="utf-8")
+        print(f"{path}: {len(split):,} rows")
 
 
 if __name__ == "__main__":

@@ -22,19 +22,23 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
-from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+# Importing neobert also registers the model in transformers, so that no remote code is needed.
+from neobert import default_learning_rate
 from neobert.scripts import check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
     parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
     parser.add_argument("--output", default="runs/matryoshka", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+    )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
@@ -54,14 +58,18 @@ def recall_at_1(
     query_embeddings = model.encode_query(questions, truncate_dim=dim)
     document_embeddings = model.encode_document(answers, truncate_dim=dim)
     nearest = model.similarity(query_embeddings, document_embeddings).argmax(dim=1).tolist()
+    # Compare texts and not positions, because questions may share an answer.
     matches = [answers[index] == answer for index, answer in zip(nearest, answers)]
     return sum(matches) / len(matches)
 
 
 def main(argv: list[str] | None = None) -> dict[int, tuple[float, float]]:
+    """Train and evaluate the encoder, and return recall@1 before and after by dimension."""
     args = parse_args(argv)
+    # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)
+
     columns = ["anchor", "positive"]
     train_rows = load_rows(f"{args.data}/train.jsonl", columns, optional=["negative"])
     test_rows = load_rows(f"{args.data}/test.jsonl", columns)
@@ -85,19 +93,23 @@ def main(argv: list[str] | None = None) -> dict[int, tuple[float, float]]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            warmup_steps=0.1,  # a fraction of the steps
+            # A value below 1 is a fraction of all steps.
+            warmup_steps=0.1,
             per_device_train_batch_size=args.batch_size,
-            batch_sampler="no_duplicates",  # a repeated answer would be a false negative
+            # The other answers of a batch are negatives, so an answer may occur only once in it.
+            batch_sampler="no_duplicates",
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",
             report_to="none",
         ),
         train_dataset=Dataset.from_list(train_rows),
+        # The loss is the sum of the ranking losses of the embeddings truncated to each dimension.
         loss=MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), dims),
     )
     trainer.train()
     model.save_pretrained(args.output)
 
+    # Load the saved model, to evaluate what other programs will load.
     model = SentenceTransformer(args.output)
     after = {dim: recall_at_1(model, questions, answers, dim) for dim in dims}
     print(f"recall@1 of {len(questions):,} questions among {len(answers):,} answers")

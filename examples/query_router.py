@@ -23,6 +23,7 @@ from sentence_transformers.sentence_transformer.modules import Router
 from neobert.scripts import UserError, check_model, check_new, copy_code, run_script
 
 
+# The bundled student and its teacher have embeddings in the same space.
 ENCODER = Path(__file__).resolve().parent / "sentence-encoder"
 TEACHER = "sentence-transformers/all-MiniLM-L6-v2"
 TEXTS = ["a bird of prey", "an eagle", "a violin"]
@@ -49,7 +50,9 @@ def build_router(query_model: str, document_model: str) -> SentenceTransformer:
             "both models must have embeddings of the same dimension, got "
             f"{dimensions[0]} and {dimensions[1]}. Use a student and its teacher."
         )
+
     query, document = encoders
+    # The modules of an encoder are its transformer, pooling and normalization.
     router = Router.for_query_document(
         query_modules=list(query.children()), document_modules=list(document.children())
     )
@@ -61,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--query-model", default=str(ENCODER), help="sentence encoder for queries")
-    parser.add_argument("--document-model", default=TEACHER, help="sentence encoder for documents")
-    parser.add_argument("--output", type=Path, required=True, help="new directory")
+    parser.add_argument("--query-model", default=str(ENCODER), help="Sentence encoder for queries.")
+    parser.add_argument("--document-model", default=TEACHER, help="Sentence encoder for documents.")
+    parser.add_argument("--output", type=Path, required=True, help="New directory.")
     options = parser.parse_args(argv)
 
     check_new(options.output)
@@ -72,6 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     # transformers looks for the code of a route in the directory itself.
     copy_code(options.output)
 
+    # Load the saved model, to check what other programs will load.
     saved = SentenceTransformer(str(options.output), device="cpu", trust_remote_code=True)
     queries = saved.encode_query(TEXTS, convert_to_tensor=True)
     documents = saved.encode_document(TEXTS, convert_to_tensor=True)

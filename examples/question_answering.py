@@ -14,24 +14,29 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
     DataCollatorWithPadding,
+    EvalPrediction,
     Trainer,
     TrainingArguments,
     set_seed,
 )
 
-from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+# Importing neobert also registers the model in transformers, so that no remote code is needed.
+from neobert import default_learning_rate
 from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
     parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
     parser.add_argument("--output", default="runs/question_answering", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="Number of rows per step and device."
+    )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
@@ -47,21 +52,28 @@ def load_questions(path: str) -> list[dict]:
             answer = row["answers"]["text"][0]
             start = row["answers"]["answer_start"][0]
         except (KeyError, IndexError, TypeError):
-            answer, start = "", 0
+            answer = ""
+            start = 0
+
+        # A wrong position would train the model on a wrong answer without any other sign.
         if not answer or row["context"][start : start + len(answer)] != answer:
             raise UserError(
                 f"{path}, row {number:,}: `answers` must contain the text of an answer and its "
                 "position in `context`, as in SQuAD. Remove questions without an answer."
             )
+
         question = {name: row[name] for name in texts}
         questions.append({**question, "start": start, "end": start + len(answer) - 1})
     return questions
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train and evaluate the model, and return its exact match before and after."""
     args = parse_args(argv)
+    # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)
+
     train_rows = load_questions(f"{args.data}/train.jsonl")
     test_rows = load_questions(f"{args.data}/test.jsonl")
 
@@ -69,12 +81,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForQuestionAnswering.from_pretrained(args.model, dtype=torch.float32)
 
-    def encode(batch):
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        """Tokenize questions and contexts, and locate the answers in tokens."""
+        # The question is never truncated, because it is short and necessary.
         encoded = tokenizer(
             batch["question"], batch["context"], truncation="only_second", max_length=512
         )
 
-        def tokens_of(characters):
+        def tokens_of(characters: list[int]) -> list[int]:
             # Sequence 1 is the context. Answers that were truncated point to the first token.
             return [encoded.char_to_token(i, c, 1) or 0 for i, c in enumerate(characters)]
 
@@ -84,7 +98,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             "end_positions": tokens_of(batch["end"]),
         }
 
-    def exact_match(output):
+    def exact_match(output: EvalPrediction) -> dict[str, float]:
+        """Return the fraction of questions whose start and end are both correct."""
         start_logits, end_logits = output.predictions[:2]
         start_positions, end_positions = output.label_ids
         is_start = start_logits.argmax(-1) == start_positions
@@ -105,7 +120,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            warmup_steps=0.1,  # a fraction of the steps
+            # A value below 1 is a fraction of all steps.
+            warmup_steps=0.1,
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",

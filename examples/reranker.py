@@ -18,19 +18,23 @@ from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import set_seed
 
-from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+# Importing neobert also registers the model in transformers, so that no remote code is needed.
+from neobert import default_learning_rate
 from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
     parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
     parser.add_argument("--output", default="runs/reranker", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+    )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
@@ -39,11 +43,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def add_random_negatives(rows: list[dict], seed: int = 0) -> list[dict]:
     """Return the rows with a column "negative", a random answer to another question."""
-    correct = {}
+    # A question may have several answers, and none of them is a negative.
+    correct: dict[str, set[str]] = {}
     for row in rows:
         correct.setdefault(row["anchor"], set()).add(row["positive"])
     answers = sorted({row["positive"] for row in rows})
-    if any(len(own) == len(answers) for own in correct.values()):
+    if any(len(positives) == len(answers) for positives in correct.values()):
         raise UserError(
             "every question must have a wrong answer. Add rows, or a column `negative`."
         )
@@ -72,9 +77,12 @@ def accuracy_of(model: CrossEncoder, rows: list[dict]) -> float:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train and evaluate a reranker, and return its accuracy before and after training."""
     args = parse_args(argv)
+    # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)
+
     train_rows = load_triplets(f"{args.data}/train.jsonl")
     test_rows = load_triplets(f"{args.data}/test.jsonl")
 
@@ -93,6 +101,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     learning_rate = args.learning_rate or default_learning_rate(hidden_size)
     print(f"learning rate: {learning_rate:.1e} (hidden size {hidden_size})")
 
+    # The loss is that of a binary classifier, so every pair has a label.
     pairs = []
     for row in train_rows:
         pairs.append({"query": row["anchor"], "document": row["positive"], "label": 1.0})
@@ -103,7 +112,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            warmup_steps=0.1,  # a fraction of the steps
+            # A value below 1 is a fraction of all steps.
+            warmup_steps=0.1,
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",
@@ -115,6 +125,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.train()
     model.save_pretrained(args.output)
 
+    # Load the saved model, to evaluate what other programs will load.
     model = CrossEncoder(args.output)
     accuracy = accuracy_of(model, test_rows)
     error = float(np.sqrt(accuracy * (1 - accuracy) / len(test_rows)))

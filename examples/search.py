@@ -96,6 +96,7 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
         encode = SentenceTransformer(model).encode_document
         frame["embedding"] = list(encode(list(frame["text"]), normalize_embeddings=True))
 
+    # LanceDB searches in lists of a fixed size: the embeddings, and their signs as bits.
     table = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
     embeddings = np.stack(frame["embedding"]).astype(np.float32)
     for name, values in (("embedding", embeddings), ("bits", to_bits(embeddings))):
@@ -112,6 +113,7 @@ def to_bits(embeddings: np.ndarray) -> np.ndarray:
 def top_rows(search: LanceQueryBuilder, where: str | None) -> pandas.DataFrame:
     """Return the `NUM_CANDIDATES` best rows of a search, with `id` as the index."""
     if where:
+        # Filter first; otherwise the best rows could be filtered out and fewer would remain.
         search = search.where(where, prefilter=True)
     return search.limit(NUM_CANDIDATES).to_pandas().set_index("id")
 
@@ -134,6 +136,7 @@ def similarities(rows: pandas.DataFrame, embedding: np.ndarray) -> pandas.Series
 
 def standardize(scores: pandas.Series) -> pandas.Series:
     """Return scores with mean 0 and standard deviation 1."""
+    # The deviation of equal scores is 0.
     return (scores - scores.mean()) / (scores.std(ddof=0) or 1)
 
 
@@ -201,6 +204,7 @@ def delete(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the command: add, find or delete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("add", "find", "delete"))
     parser.add_argument("inputs", nargs="*", help="File to add, or queries.")
@@ -224,6 +228,7 @@ def main() -> None:
     if args.command != "add" and table is None:
         parser.error(f"`--store` must contain texts, got {args.store}. Add a file first.")
 
+    # Embeddings of different models cannot be compared, so the store records its model.
     store_model = table.schema.metadata[b"model"].decode() if table else None
     if store_model and args.model not in (None, store_model):
         raise UserError(

@@ -23,19 +23,23 @@ from sentence_transformers.sparse_encoder.losses import (
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from transformers import set_seed
 
-from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+# Importing neobert also registers the model in transformers, so that no remote code is needed.
+from neobert import default_learning_rate
 from neobert.scripts import check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
     parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
     parser.add_argument("--output", default="runs/sparse_encoder", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+    )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
@@ -50,6 +54,7 @@ def measure(model: SparseEncoder, questions: list[str], answers: list[str]) -> d
     query_embeddings = model.encode_query(questions)
     document_embeddings = model.encode_document(answers)
     nearest = model.similarity(query_embeddings, document_embeddings).argmax(dim=1).tolist()
+    # Compare texts and not positions, because questions may share an answer.
     matches = [answers[index] == answer for index, answer in zip(nearest, answers)]
     return {
         "recall": sum(matches) / len(matches),
@@ -58,15 +63,19 @@ def measure(model: SparseEncoder, questions: list[str], answers: list[str]) -> d
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train and evaluate the encoder, and return recall@1 and the number of terms."""
     args = parse_args(argv)
+    # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)
+
     train_rows = load_rows(f"{args.data}/train.jsonl", ["anchor", "positive"])
     test_rows = load_rows(f"{args.data}/test.jsonl", ["anchor", "positive"])
     questions = [row["anchor"] for row in test_rows]
     answers = [row["positive"] for row in test_rows]
 
     set_seed(0)
+    # The embedding has one dimension per vocabulary entry: the largest logit over all tokens.
     head = Transformer(
         args.model, transformer_task="fill-mask", model_kwargs={"dtype": torch.float32}
     )
@@ -86,9 +95,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            warmup_steps=0.1,  # a fraction of the steps
+            # A value below 1 is a fraction of all steps.
+            warmup_steps=0.1,
             per_device_train_batch_size=args.batch_size,
-            batch_sampler="no_duplicates",  # a repeated answer would be a false negative
+            # The other answers of a batch are negatives, so an answer may occur only once in it.
+            batch_sampler="no_duplicates",
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",
             report_to="none",
@@ -104,6 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainer.train()
     model.save_pretrained(args.output)
 
+    # Load the saved model, to evaluate what other programs will load.
     model = SparseEncoder(args.output)
     after = measure(model, questions, answers)
     print(
@@ -115,6 +127,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         print("warning: the model has not improved. Change --learning-rate or --epochs.")
     print(f"saved to {args.output}")
 
+    # Sparse embeddings can be read: show the terms with the largest weights.
     terms = model.decode(model.encode_query(questions[0]), top_k=5)
     print(f"{questions[0]!r}: " + ", ".join(f"{term} {weight:.2f}" for term, weight in terms))
     return {"before": before["recall"], "after": after["recall"], "terms": after["terms"]}

@@ -20,19 +20,23 @@ from transformers import (
     set_seed,
 )
 
-from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+# Importing neobert also registers the model in transformers, so that no remote code is needed.
+from neobert import default_learning_rate
 from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
     parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
     parser.add_argument("--output", default="runs/text_classification", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="Number of rows per step and device."
+    )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
@@ -40,12 +44,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train and evaluate the model, and return its accuracy and that of a baseline."""
     args = parse_args(argv)
+    # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)
+
     train_rows = load_rows(f"{args.data}/train.jsonl", ["text", "label"], texts=["text"])
     test_rows = load_rows(f"{args.data}/test.jsonl", ["text", "label"], texts=["text"])
 
+    # Labels may be numbers in the file, and the configuration stores names.
     label_names = sorted({str(row["label"]) for row in train_rows})
     for row in test_rows:
         if str(row["label"]) not in label_names:
@@ -63,7 +71,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         dtype=torch.float32,
     )
 
-    def encode(batch):
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        """Tokenize texts and replace their labels by numbers."""
         encoded = tokenizer(batch["text"], truncation=True, max_length=512)
         return {**encoded, "labels": [label_names.index(str(label)) for label in batch["label"]]}
 
@@ -81,7 +90,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            warmup_steps=0.1,  # a fraction of the steps
+            # A value below 1 is a fraction of all steps.
+            warmup_steps=0.1,
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",

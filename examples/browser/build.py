@@ -23,6 +23,7 @@ PACKAGES = {
     "@huggingface/transformers/dist": ("transformers.web.min.js",),
     "onnxruntime-web/dist": ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"),
 }
+# Files of the export that the page loads.
 MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "onnx/model_quantized.onnx")
 
 
@@ -41,6 +42,7 @@ def build(model: Path, modules: Path, output: Path) -> None:
         for name in PAGE:
             shutil.copy(HERE / name, site)
 
+        # The page loads the libraries from its own server, and needs no other.
         (site / "vendor").mkdir()
         for package, names in PACKAGES.items():
             for name in names:
@@ -52,6 +54,7 @@ def build(model: Path, modules: Path, output: Path) -> None:
                     )
                 shutil.copy(path, site / "vendor")
 
+        # The int8 graph has about a quarter of the size of the float32 graph.
         exported = Path(scratch) / "model"
         export(["onnx", str(model), str(exported), "--precisions", "int8"])
         for name in MODEL:
@@ -61,6 +64,7 @@ def build(model: Path, modules: Path, output: Path) -> None:
 
 
 def main() -> None:
+    """Build the site and print its size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--modules", type=Path, required=True, help="Directory node_modules of the npm packages."

@@ -21,7 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENCODER = ROOT / "examples" / "sentence-encoder"
 # Reports about the training are not part of the package.
-LEFT_OUT = ("figures.json", "README.md", "__pycache__")
+EXCLUDED = ("figures.json", "README.md", "__pycache__")
+# Name of the token embeddings in the safetensors file.
 TABLE = "encoder.weight"
 
 
@@ -43,6 +44,7 @@ def share_token_embeddings(model: onnx.ModelProto, weights: Path) -> None:
         model: Exported graph, which is changed. Its embeddings are int8 rows with one scale each.
         weights: File of the weights, which must be in the directory of the graph.
     """
+    # A safetensors file starts with the size of its header in 8 bytes and the header in JSON.
     with open(weights, "rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(header_size))[TABLE]
@@ -58,8 +60,9 @@ def share_token_embeddings(model: onnx.ModelProto, weights: Path) -> None:
         dims=entry["shape"],
         data_location=onnx.TensorProto.EXTERNAL,
     )
-    place = {"location": weights.name, "offset": 8 + header_size + start, "length": end - start}
-    for key, value in place.items():
+    # The offsets in the header count from the end of the header.
+    location = {"location": weights.name, "offset": 8 + header_size + start, "length": end - start}
+    for key, value in location.items():
         codes.external_data.add(key=key, value=str(value))
 
     # float8 (e5m2) is the upper byte of a float16.
@@ -69,10 +72,14 @@ def share_token_embeddings(model: onnx.ModelProto, weights: Path) -> None:
         helper.make_node("Cast", ["token_bytes"], ["token_codes"], to=onnx.TensorProto.INT32),
         helper.make_node("Gather", ["float8_values", "token_codes"], ["embedding"]),
     ]
+
+    # These nodes converted the int8 rows to float32.
     replaced = ("node_embedding_row", "node_embedding_float", "node_embedding_scale", "embedding")
     nodes = [node for node in graph.node if node.output[0] not in replaced]
+    # The nodes of a graph must be in the order of their dependencies.
     del graph.node[:]
     graph.node.extend([*new_nodes, *nodes])
+
     tensors = [tensor for tensor in graph.initializer if not tensor.name.startswith("node_embed")]
     del graph.initializer[:]
     graph.initializer.extend([*tensors, codes, numpy_helper.from_array(values, "float8_values")])
@@ -81,7 +88,7 @@ def share_token_embeddings(model: onnx.ModelProto, weights: Path) -> None:
 def main() -> None:
     """Build the wheel into a directory."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", default=str(ROOT / "dist"), help="directory of the wheel")
+    parser.add_argument("--output", default=str(ROOT / "dist"), help="Directory of the wheel.")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as name:
@@ -90,12 +97,13 @@ def main() -> None:
         # The model code in the wheel is that of this repository, under its license.
         shutil.copy(ROOT / "LICENSE", source)
         model_folder = source / "neobert_sentence_encoder" / "model"
-        shutil.copytree(ENCODER, model_folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        shutil.copytree(ENCODER, model_folder, ignore=shutil.ignore_patterns(*EXCLUDED))
 
         graph = export_graph(Path(name) / "onnx")
         share_token_embeddings(graph, model_folder / "model.safetensors")
         (model_folder / "model_int8.onnx").write_bytes(graph.SerializeToString())
 
+        # --no-deps: the dependencies are installed with the wheel and not built into it.
         wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         subprocess.run([*wheel, "--wheel-dir", options.output, str(source)], check=True)
 

@@ -54,6 +54,7 @@ def encode(
         raise TypeError(
             f"`sentences` must be a string or a list of strings, got {type(sentences).__name__}."
         )
+
     texts = list(sentences)
     for text in texts:
         if not isinstance(text, str):
@@ -63,10 +64,12 @@ def encode(
 
     encodings = _tokenizer().encode_batch(texts)
     embeddings = np.empty((len(texts), DIMENSION), np.float32)
+
     # Texts of similar length are computed together, so that little padding is needed.
     order = sorted(range(len(texts)), key=lambda number: len(encodings[number].ids))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
+        # The last text of a batch is its longest one.
         length = len(encodings[numbers[-1]].ids)
         token_ids = np.zeros((len(numbers), length), np.int64)
         mask = np.zeros_like(token_ids)
@@ -74,10 +77,12 @@ def encode(
             ids = encodings[number].ids
             token_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
+
         inputs: dict[str, Any] = {"input_ids": token_ids, "attention_mask": mask}
         if normalize:
             (embeddings[numbers],) = _session().run(["sentence_embedding"], inputs)
         else:
+            # Padding does not count in the mean.
             (tokens,) = _session().run(["last_hidden_state"], inputs)
             weights = mask[:, :, None].astype(np.float32)
             embeddings[numbers] = (tokens * weights).sum(1) / weights.sum(1)
@@ -101,6 +106,7 @@ def load(device: str = "cpu") -> SentenceTransformer:
             "'neobert-sentence-encoder[torch]'`, or use `encode`."
         ) from error
 
+    # The code is a file of this package, so trusting it needs no download.
     return SentenceTransformer(
         str(MODEL_FOLDER), device=device, trust_remote_code=True, local_files_only=True
     )
