@@ -535,16 +535,19 @@ class PackedEncoder:
         return Packing(bounds, max(map(len, batch))).means(hidden)
 
     def _filler(self, total: int) -> int:
-        """Return the length of an unused sequence after a batch of `total` tokens on the CPU.
+        """Return the length of the unused sequence that follows a batch of `total` tokens on a CPU.
 
-        oneDNN builds a 16-bit matrix product again for every number of tokens, so large batches
-        have a multiple of 64. In float32 the last rows of a product are summed in another order
-        than those before them, so all tokens must be in complete groups of 16.
+        oneDNN builds a kernel for every number of tokens of a 16-bit matrix product, so large
+        batches have a multiple of 64. In float32, the last rows of a product are summed in another
+        order than those before them, so all tokens must be in complete groups of 16.
         """
         # int8 layers pad the rows of their products themselves.
         if self.device.type != "cpu" or self.dtype == torch.int8:
             return 0
-        step = 16 if self.dtype == torch.float32 else 64 if total >= 1024 else 1
+        if self.dtype == torch.float32:
+            step = 16
+        else:
+            step = 64 if total >= 1024 else 1
         return -total % step
 
     def _prompt_length(self, prompt: str) -> int:
