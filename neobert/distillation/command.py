@@ -118,8 +118,8 @@ def train(options: DistillOptions) -> dict[str, Any]:
         Stopped: If SIGTERM was received; a checkpoint has been written.
     """
     sources = [TextSource.from_entry(entry) for entry in options.data.texts]
-    others = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
-    check_paths(options, [*sources, *others])
+    validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
+    check_paths(options, [*sources, *validation_sources])
     checkpoint_folder = Path(options.model.output) / "checkpoints"
     # --compile compiles the blocks, so Trainer's own options for compilation are refused.
     training = training_arguments(
@@ -129,9 +129,9 @@ def train(options: DistillOptions) -> dict[str, Any]:
         base=SentenceTransformerTrainingArguments,
     )
 
-    settings = run_identity(options, [*sources, *others], training.world_size)
+    settings = run_identity(options, [*sources, *validation_sources], training.world_size)
     output = Output(options.model.output, "distill", settings, result=RESULT)
-    run = Distillation(options, training, sources, others)
+    run = Distillation(options, training, sources, validation_sources)
     return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder)
 
 
@@ -181,7 +181,7 @@ class Distillation:
         options: Options of the command.
         training: Arguments of the trainer.
         sources: Sources of training texts.
-        others: Sources of validation texts of other types.
+        validation_sources: Sources of validation texts of other types.
     """
 
     texts: Texts
@@ -194,12 +194,12 @@ class Distillation:
         options: DistillOptions,
         training: SentenceTransformerTrainingArguments,
         sources: Sequence[TextSource],
-        others: Sequence[TextSource],
+        validation_sources: Sequence[TextSource],
     ) -> None:
         self.options = options
         self.training = training
         self.sources = sources
-        self.others = others
+        self.validation_sources = validation_sources
         self.teacher_layers: list[int] = []
 
     def build(self) -> DistillTrainer:
@@ -292,7 +292,10 @@ class Distillation:
         data = self.options.data
         self.queries = read_queries(data.validation_file) if data.validation_file else None
         self.texts = read_texts(
-            self.sources, self.others, data.validation_percent, data.max_validation_texts
+            self.sources,
+            self.validation_sources,
+            data.validation_percent,
+            data.max_validation_texts,
         )
         if self.training.eval_strategy != "no":
             self.texts.check_evaluated()
@@ -363,7 +366,7 @@ class Distillation:
             "warning": comparison_warning(comparison),
         }
         environment = run_environment(self.training)
-        write_card(folder, self.options, self.sources, self.others, result, environment)
+        write_card(folder, self.options, self.sources, self.validation_sources, result, environment)
         return result
 
 
@@ -383,14 +386,14 @@ def embed_texts(
         embeddings, {name: (texts, embeddings)}; and the token embeddings of the student or None.
     """
     # The embeddings depend on these values and on the texts, which the name of a file identifies.
-    known = [
+    settings = [
         model_digest(options.model.teacher),
         str(options.student.max_length),
         options.model.teacher_dtype,
     ]
 
     def path_of(name: str, rows: Sequence[str]) -> Path:
-        file = f"{name}-{texts_digest([*known, *rows])}.npy"
+        file = f"{name}-{texts_digest([*settings, *rows])}.npy"
         return options.work_folder / "vectors" / file
 
     sets = {}

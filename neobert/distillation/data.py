@@ -125,7 +125,7 @@ def default_validation_percent(count: int) -> float:
 
 def read_texts(
     sources: Iterable[TextSource],
-    others: Iterable[TextSource],
+    validation_sources: Iterable[TextSource],
     percent: float | None,
     max_texts: int,
 ) -> Texts:
@@ -133,7 +133,7 @@ def read_texts(
 
     Args:
         sources: Sources of training texts.
-        others: Sources of validation texts of other types.
+        validation_sources: Sources of validation texts of other types.
         percent: Percentage of the texts of `sources` that is held out, or None for
             `default_validation_percent`.
         max_texts: Maximum number of texts in each validation set; those with the lowest hashes are
@@ -156,7 +156,7 @@ def read_texts(
         raise UserError(f"`texts` must contain at least 2 different texts, got {len(train)}.")
 
     other = {}
-    for source in others:
+    for source in validation_sources:
         # A validation text that is also trained on would look better than it is.
         new_texts = {text for text in source.read() if text not in seen}
         other[source.name] = _lowest_hashes(new_texts, max_texts)

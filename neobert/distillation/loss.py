@@ -66,9 +66,9 @@ def memory_bank_loss(
     """
     # The teacher selects the stored texts, and both models are compared on them.
     scores = (teacher @ bank.T).masked_fill(hidden, HIDDEN)
-    chosen = candidates(scores)
-    teacher_scores = scores.gather(1, chosen)
-    student_scores = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
+    columns = candidates(scores)
+    teacher_scores = scores.gather(1, columns)
+    student_scores = (student.unsqueeze(1) @ bank[columns].mT).squeeze(1)
 
     # A hidden text can be among the random candidates. Its probability becomes 0 in both models.
     is_text_itself = teacher_scores == HIDDEN

@@ -18,7 +18,7 @@ def write_card(
     folder: Path,
     options: DistillOptions,
     sources: Sequence[TextSource],
-    others: Sequence[TextSource],
+    validation_sources: Sequence[TextSource],
     result: Mapping[str, Any],
     environment: Mapping[str, Any],
 ) -> None:
@@ -28,7 +28,7 @@ def write_card(
         folder: Directory of the student.
         options: Options of the command.
         sources: Sources of the training texts.
-        others: Sources of the other validation texts.
+        validation_sources: Sources of the other validation texts.
         result: Content of the result file, see `command.Distillation.save`.
         environment: Environment of the run.
     """
@@ -53,7 +53,7 @@ def write_card(
     counts = result["texts"]
     # `loss.agreement` compares the pairs of at most 1,000 texts.
     pairs = min(1000, counts["validation"])
-    other_names = ", ".join(source.name for source in others)
+    other_names = ", ".join(source.name for source in validation_sources)
     explanation = "`validation`: held-out texts of the training sources."
     if other_names:
         explanation += f" Texts of types that the student was not trained on: {other_names}."

@@ -53,26 +53,27 @@ SMALLEST_VARIANCE = 0.05
 Batches = list[torch.Tensor]
 
 
-def choose_layers(count: int, kept: int) -> list[int]:
+def choose_layers(layer_count: int, block_count: int) -> list[int]:
     """Return the layers of a teacher that a student of fewer blocks starts from.
 
     These are the lowest and the highest ones: all-MiniLM-L6-v2 with layers 0, 1, 4 and 5 retrieves
     nearly as well as with all six, and with layers 0 to 3 worse than without layers.
 
     Args:
-        count: Number of layers of the teacher.
-        kept: Number of blocks of the student.
+        layer_count: Number of layers of the teacher.
+        block_count: Number of blocks of the student.
 
     Raises:
         UserError: If the student has more blocks than the teacher has layers.
     """
-    if kept > count:
+    if block_count > layer_count:
         raise UserError(
-            f"`num_hidden_layers` of the student must be at most {count}, the number of layers of "
-            f"the teacher, got {kept}. Change `model_config`, or remove --init-from-teacher."
+            f"`num_hidden_layers` of the student must be at most {layer_count}, the number of "
+            f"layers of the teacher, got {block_count}. Change `model_config`, or remove "
+            "--init-from-teacher."
         )
-    lowest = (kept + 1) // 2
-    return [*range(lowest), *range(count - kept + lowest, count)]
+    lowest = (block_count + 1) // 2
+    return [*range(lowest), *range(layer_count - block_count + lowest, layer_count)]
 
 
 class TeacherLayers:
@@ -368,15 +369,15 @@ class BlockTransfer:
         inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
         influence = F.gelu(inner).std(0) * layer.output.dense.weight.norm(dim=0)
         size = block.ffn.w3.in_features
-        chosen = influence.argsort(descending=True)[:size]
+        neurons = influence.argsort(descending=True)[:size]
 
         # silu(GELU_SLOPE * z) * (1 / GELU_SLOPE) is approximately GELU(z). A ridge regression gives
         # the constant, because the block has no biases.
-        gate = ridge(inputs, GELU_SLOPE * inner[:, chosen])
+        gate = ridge(inputs, GELU_SLOPE * inner[:, neurons])
         constant = inputs.new_full((len(inputs), 1), 1 / GELU_SLOPE)
         value = ridge(inputs, constant).expand_as(gate)
         # Neurons of a larger student that have no counterpart start without an effect.
-        count = len(chosen)
+        count = len(neurons)
         block.ffn.w12.weight[:count] = gate
         block.ffn.w12.weight[size : size + count] = value
         block.ffn.w3.weight.zero_()

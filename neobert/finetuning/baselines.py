@@ -227,15 +227,16 @@ def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[f
 
 
 def difference_and_error(
-    metric: str, labels: Labels, predictions: Labels, others: Labels
+    metric: str, labels: Labels, predictions: Labels, other_predictions: Labels
 ) -> tuple[float, float]:
-    """Return how much better `predictions` are than `others`, and the standard error over rows.
+    """Return the difference of a metric between two models, and its standard error over rows.
 
-    Both are measured on the same rows, so the error is that of the paired difference.
+    The difference is positive if `predictions` are better than `other_predictions`. Both are
+    measured on the same rows, so the error is that of the paired difference.
     """
     truth = np.asarray(labels)
     # Predictions of both models in one array are resampled together, by the same rows.
-    both = np.stack([np.asarray(predictions), np.asarray(others)], axis=1)
+    both = np.stack([np.asarray(predictions), np.asarray(other_predictions)], axis=1)
 
     def difference(labels: np.ndarray, both: np.ndarray) -> float:
         return METRICS[metric](labels, both[:, 0]) - METRICS[metric](labels, both[:, 1])

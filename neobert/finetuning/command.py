@@ -132,13 +132,13 @@ def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
     # The grid is searched with one seed only. The run of this seed is not repeated below: a
     # finished run returns its result.
     seeds = options.optimization.seeds
-    chosen = combinations[0]
+    combination = combinations[0]
     if len(combinations) > 1:
-        scores = [run(combination, seeds[0])["selected"]["score"] for combination in combinations]
-        chosen = combinations[scores.index(max(scores))]
-        logger.info("%s: best of %d combinations: %s", task.name, len(combinations), chosen)
+        scores = [run(candidate, seeds[0])["selected"]["score"] for candidate in combinations]
+        combination = combinations[scores.index(max(scores))]
+        logger.info("%s: best of %d combinations: %s", task.name, len(combinations), combination)
 
-    results = [run(chosen, seed) for seed in seeds]
+    results = [run(combination, seed) for seed in seeds]
     report_baselines(task, results)
     return results
 

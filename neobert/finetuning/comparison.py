@@ -69,32 +69,34 @@ def measure(task: TextTask, name: str, labels: Sequence, predicted: Any, train_r
     return Result(name, values, errors, truth, inputs, train_rows)
 
 
-def compare(metric: str, own: Result, others: Sequence[Result]) -> dict[str, Any]:
+def compare(metric: str, fine_tuned: Result, baselines: Sequence[Result]) -> dict[str, Any]:
     """Compare a fine-tuned model with the best of its baselines.
 
     Returns:
         "baseline": name of the best baseline; "difference" and "standard_error" of the paired
         difference; "is_better"; and "statement", a sentence.
     """
-    if not others:
+    if not baselines:
         return {"baseline": None, "is_better": None, "statement": "No baseline was measured."}
 
     # The error is that of the paired difference on the same test rows.
-    best = max(others, key=lambda other: other.metrics[metric])
-    difference, error = difference_and_error(metric, own.labels, own.predictions, best.predictions)
-    shown = f"{metric.replace('_', ' ')} {difference:+.3f} ± {error:.3f}"
+    best = max(baselines, key=lambda baseline: baseline.metrics[metric])
+    difference, error = difference_and_error(
+        metric, fine_tuned.labels, fine_tuned.predictions, best.predictions
+    )
+    change = f"{metric.replace('_', ' ')} {difference:+.3f} ± {error:.3f}"
     if difference <= 0:
         statement = (
-            f"Fine-tuning is not better than the best baseline, {best.name} ({shown}). Use the "
+            f"Fine-tuning is not better than the best baseline, {best.name} ({change}). Use the "
             "baseline, use more rows, or change --learning-rate or --num-train-epochs."
         )
     elif difference < CLEAR_ERRORS * error:
         statement = (
-            f"Fine-tuning is not clearly better than the best baseline, {best.name} ({shown}): "
+            f"Fine-tuning is not clearly better than the best baseline, {best.name} ({change}): "
             "the difference is below two standard errors."
         )
     else:
-        statement = f"Fine-tuning is better than the best baseline, {best.name} ({shown})."
+        statement = f"Fine-tuning is better than the best baseline, {best.name} ({change})."
     return {
         "baseline": best.name,
         "difference": difference,
@@ -169,15 +171,21 @@ class Baselines:
 
         train = self.splits.train
         is_regression = self.task.name == REGRESSION
-        fitted = fit_baselines(
+        baselines = fit_baselines(
             _texts(train), _labels(train), _texts(test), regression=is_regression
         )
         # scikit-learn refuses to fit a linear model on a single label.
         if len(np.unique(_labels(train), axis=0)) > 1:
-            fitted.append(self._embedding_baseline(metric))
+            baselines.append(self._embedding_baseline(metric))
         return [
-            measure(self.task, one.name, test.labels, one.predictions, one.train_rows)
-            for one in fitted
+            measure(
+                self.task,
+                baseline.name,
+                test.labels,
+                baseline.predictions,
+                baseline.train_rows,
+            )
+            for baseline in baselines
         ]
 
     def _embedding_baseline(self, metric: str) -> Any:

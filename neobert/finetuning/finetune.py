@@ -296,12 +296,12 @@ class Finetuning:
         }
         counts = {name: part.truncated for name, part in self.parts.items()}
         if any(counts.values()):
-            shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            listing = ", ".join(f"{name} {count:,}" for name, count in counts.items())
             logger.warning(
                 "Warning: texts of more than %s tokens are truncated: %s. Raise --max-length to "
                 "use all of their tokens.",
                 f"{self.max_length:,}",
-                shown,
+                listing,
             )
 
     def _metrics(self, output: EvalPrediction) -> dict[str, float]:
@@ -349,25 +349,27 @@ class Finetuning:
         task = self.task
         test = self.parts["test"]
         predicted = predictions(task, test, test_logits)
-        own = measure(task, "fine-tuned", test.examples.labels, predicted, len(self.splits.train))
+        fine_tuned = measure(
+            task, "fine-tuned", test.examples.labels, predicted, len(self.splits.train)
+        )
 
         # The baselines are fitted on the same split.
-        others: list[Result] = []
+        baselines: list[Result] = []
         if self.options.evaluation.baselines and trainer.is_world_process_zero():
             logger.info("Fitting the baselines on the training rows.")
-            baselines = Baselines(task, self.splits, self.options, self.tokenizer, self.max_length)
-            others = baselines.results(self.metric)
+            fitting = Baselines(task, self.splits, self.options, self.tokenizer, self.max_length)
+            baselines = fitting.results(self.metric)
 
         # The temperature is fitted on the validation rows, and its error measured on the test
         # rows.
         calibration = None
         if task.name != REGRESSION:
-            fitted = calibrate(
+            measured = calibrate(
                 calibration_inputs(task, self.parts["validation"], validation_logits),
                 calibration_inputs(task, test, test_logits),
                 multi_label=task.name == MULTI_LABEL,
             )
-            calibration = asdict(fitted)
+            calibration = asdict(measured)
 
         history = trainer.evaluation_history()
         # The weights are those of the best evaluation. Without a best step, those of the last.
@@ -387,9 +389,9 @@ class Finetuning:
             "rows": self.splits.sizes(),
             "truncated": {name: part.truncated for name, part in self.parts.items()},
             "max_length": self.max_length,
-            "fine_tuned": own.record(),
-            "baselines": [other.record() for other in others],
-            "comparison": compare(self.metric, own, others),
+            "fine_tuned": fine_tuned.record(),
+            "baselines": [baseline.record() for baseline in baselines],
+            "comparison": compare(self.metric, fine_tuned, baselines),
             "warning": _single_class_warning(task, predicted),
             "calibration": calibration,
             "mean_distance": mean_distance(task, test.examples.labels, predicted),

@@ -84,17 +84,17 @@ def _spaced(name: str) -> str:
 def _usage(name: str, task: TextTask) -> str:
     # The pipeline joins the tokens of an entity only with an aggregation strategy.
     pipeline = "token-classification" if task.name == TOKENS else "text-classification"
-    more = ', aggregation_strategy="first"' if task.name == TOKENS and task.bio else ""
+    arguments = ', aggregation_strategy="first"' if task.name == TOKENS and task.bio else ""
     text = '"A text."'
     # The pipeline takes a pair as a dictionary.
     if len(task.text_columns) == 2:
         text = '{"text": "A text.", "text_pair": "Another one."}'
     # By default the pipeline applies a sigmoid to a single output.
     if task.name == REGRESSION:
-        more = ', function_to_apply="none"'
+        arguments = ', function_to_apply="none"'
     return (
         "from transformers import pipeline\n\n"
-        f'model = pipeline("{pipeline}", {json.dumps(name)}, trust_remote_code=True{more})\n'
+        f'model = pipeline("{pipeline}", {json.dumps(name)}, trust_remote_code=True{arguments})\n'
         f"print(model({text}))"
     )
 

@@ -89,11 +89,11 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
         folder: Directory of the checkpoints.
         rows: Number of training rows.
     """
-    chosen = run.hyperparameters
+    hyperparameters = run.hyperparameters
     trainer = run.options.trainer
     selection = run.options.selection
     # The options are ratios of an epoch or of the run, and Trainer takes numbers of steps.
-    batches = math.ceil(rows / chosen.batch_size)
+    batches = math.ceil(rows / hyperparameters.batch_size)
     steps = math.ceil(batches * trainer["num_train_epochs"])
     # The appendix of the paper evaluates every min(500, batches // 10) steps.
     part_of_epoch = batches // selection.evaluations_per_epoch
@@ -102,9 +102,9 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
 
     # Options of the protocol cannot be changed; the others are defaults.
     fixed = {
-        "per_device_train_batch_size": chosen.batch_size // parts,
-        "learning_rate": chosen.learning_rate,
-        "weight_decay": chosen.weight_decay,
+        "per_device_train_batch_size": hyperparameters.batch_size // parts,
+        "learning_rate": hyperparameters.learning_rate,
+        "weight_decay": hyperparameters.weight_decay,
         "warmup_steps": math.ceil(run.options.optimization.warmup_ratio * steps),
         "seed": run.seed,
         "eval_strategy": "steps",

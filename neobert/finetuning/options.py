@@ -258,10 +258,10 @@ class GlueOptions:
         The presets were tuned for a hidden size of 768. Their learning rates are not used for a
         smaller encoder, unless a preset was chosen explicitly.
         """
-        chosen = self.optimization
+        optimization = self.optimization
         is_small = hidden_size is not None and hidden_size < PRESET_HIDDEN_SIZE
-        is_chosen = chosen.preset is not None or chosen.learning_rate is not None
-        return is_small and not (is_chosen or self.lora.lora or chosen.grid)
+        is_chosen = optimization.preset is not None or optimization.learning_rate is not None
+        return is_small and not (is_chosen or self.lora.lora or optimization.grid)
 
     def combinations(self, task: Task, hidden_size: int | None = None) -> list[Hyperparameters]:
         """Return the hyperparameters of a task: one combination, or with --grid all of them.
@@ -275,25 +275,25 @@ class GlueOptions:
         Raises:
             UserError: If the preset lacks a hyperparameter of the task.
         """
-        chosen = self.optimization
-        preset = chosen.preset or DEFAULT_PRESET
+        optimization = self.optimization
+        preset = optimization.preset or DEFAULT_PRESET
         # Lowest priority first: preset, rate by hidden size, LoRA, grid. An explicit option wins
         # below.
-        values: dict[str, Any] = dict(chosen.presets[preset].get(task.name, {}))
+        values: dict[str, Any] = dict(optimization.presets[preset].get(task.name, {}))
         if hidden_size is not None and self.uses_default_rate(hidden_size):
             from ..training.optimization import default_learning_rate
 
             values["learning_rate"] = default_learning_rate(hidden_size)
         if self.lora.lora:
             values["learning_rate"] = self.lora.lora_learning_rate
-        if chosen.grid:
-            values |= self.lora.lora_grid_values if self.lora.lora else chosen.grid_values
+        if optimization.grid:
+            values |= self.lora.lora_grid_values if self.lora.lora else optimization.grid_values
 
         # Each combination of the listed values is one run.
         axes = []
         # An explicit option, even 0, replaces the value of the preset and the values of the grid.
         for name in (f.name for f in fields(Hyperparameters)):
-            value = getattr(chosen, name)
+            value = getattr(optimization, name)
             if value is None:
                 value = values.get(name)
             if value is None:
@@ -353,11 +353,11 @@ class GlueRun:
         # The readable part of the name is not unique, but the digest of all settings is.
         settings: Mapping[str, Any] = self.settings
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        chosen = self.hyperparameters
+        hyperparameters = self.hyperparameters
         parts = [
-            f"bs{chosen.batch_size}",
-            f"lr{chosen.learning_rate:g}",
-            f"wd{chosen.weight_decay:g}",
+            f"bs{hyperparameters.batch_size}",
+            f"lr{hyperparameters.learning_rate:g}",
+            f"wd{hyperparameters.weight_decay:g}",
         ]
         if self.options.lora.lora:
             parts.append(f"lora{self.options.lora.lora_rank}")

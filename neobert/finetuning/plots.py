@@ -34,33 +34,35 @@ def plot_learning_curve(
     """
     # A Figure without pyplot needs no display, and is freed when the function returns.
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel("Epoch")
+    loss_axes = figure.add_subplot()
+    loss_axes.set_xlabel("Epoch")
     if losses:
-        axes.plot(*zip(*losses), color=_ORANGE, label="training loss")
-    axes.set_ylabel("Training loss")
-    axes.set_ylim(bottom=0)
+        loss_axes.plot(*zip(*losses), color=_ORANGE, label="training loss")
+    loss_axes.set_ylabel("Training loss")
+    loss_axes.set_ylim(bottom=0)
 
     # Loss and metric have different scales, and one axis each.
-    other = axes.twinx()
+    metric_axes = loss_axes.twinx()
     epochs = [entry["epoch"] for entry in history]
-    other.plot(
+    metric_axes.plot(
         epochs,
         [entry["score"] for entry in history],
         "o-",
         color=_BLUE,
         label=f"validation {metric}",
     )
-    other.set_ylabel(f"Validation {metric}")
+    metric_axes.set_ylabel(f"Validation {metric}")
     if selected_epoch is not None:
-        other.axvline(selected_epoch, color="#999999", linestyle=":", label="selected weights")
+        metric_axes.axvline(
+            selected_epoch, color="#999999", linestyle=":", label="selected weights"
+        )
 
     # One legend for the lines of both axes.
-    handles, labels = axes.get_legend_handles_labels()
-    more_handles, more_labels = other.get_legend_handles_labels()
+    handles, labels = loss_axes.get_legend_handles_labels()
+    metric_handles, metric_labels = metric_axes.get_legend_handles_labels()
     figure.legend(
-        handles + more_handles,
-        labels + more_labels,
+        handles + metric_handles,
+        labels + metric_labels,
         loc="outside lower center",
         ncols=3,
         frameon=False,

@@ -219,14 +219,15 @@ def infer_task(
 
 
 def encode_rows(
-    task: TextTask, parts: Sequence[RawRows], known: Mapping[str, int] | None = None
+    task: TextTask, parts: Sequence[RawRows], known_labels: Mapping[str, int] | None = None
 ) -> tuple[TextTask, list[Examples]]:
     """Return a task with its labels, and the rows of every part with encoded labels.
 
     Args:
         task: Task without labels.
         parts: Rows of files. The labels are those of all files.
-        known: Label numbers of the model to start from. They are kept if its labels are the same.
+        known_labels: Label numbers of the model to start from. They are kept if its labels are the
+            same.
 
     Raises:
         UserError: If a value cannot be a label or a text of the task.
@@ -255,8 +256,8 @@ def encode_rows(
         names = ()
     labels = tuple(names) or _ordered(used)
     # A model that was trained on these labels keeps their numbers, and with them its head.
-    if known is not None and set(known) == set(labels):
-        labels = tuple(sorted(known, key=lambda label: known[label]))
+    if known_labels is not None and set(known_labels) == set(labels):
+        labels = tuple(sorted(known_labels, key=lambda label: known_labels[label]))
     if len(labels) < 2 and task.name == CLASSIFICATION:
         raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
 

@@ -171,8 +171,8 @@ def _report(task: TextTask, splits: Splits) -> None:
     logger.info("Rows: %s", ", ".join(sizes))
 
     # A model that remembers these texts looks better than it is.
-    known = set(splits.train.texts)
-    repeated = sum(texts in known for texts in splits.test.texts)
+    train_texts = set(splits.train.texts)
+    repeated = sum(texts in train_texts for texts in splits.test.texts)
     if repeated:
         logger.warning(
             "Warning: %s of %s test texts are training texts, too. The test measures them as well.",
