@@ -22,6 +22,7 @@ from .heads import Head, choose_head
 Tensors = Mapping[str, torch.Tensor]
 Fields = Mapping[str, Any]
 
+# Fields that `_label_fields` checks and derives, for heads with labels only.
 _LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -57,6 +58,8 @@ class Conversion:
 
     def output_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to write, as copies in `dtype`."""
+        # Copies are needed because safetensors refuses tensors that share memory, and because the
+        # tensors of the checkpoint may be memory-mapped.
         return {
             name: tensor.to(self.dtype, copy=True).contiguous()
             for name, tensor in self.tensors.items()
@@ -68,6 +71,7 @@ class Conversion:
         if "decoder." in self.head.prefixes and "decoder.weight" not in state:
             # A tied decoder is the embedding.
             state["decoder.weight"] = state["model.encoder.weight"]
+        # `assign` replaces the empty weights of the meta device, which cannot be copied to.
         model = _build_on_meta(self.head, self.config)
         model.load_state_dict(state, assign=True)
         return model.eval()
@@ -87,12 +91,14 @@ def plan(
     Raises:
         UserError: If the tensors are not those of a NeoBERT with this configuration.
     """
+    # The head decides which tensors belong to the model, and tying whether the decoder does.
     head, unused = choose_head(tensors, head_option, fields.get("architectures") or ())
     used = {name: tensor for name, tensor in tensors.items() if name not in set(unused)}
     tied, tying_notes = decide_tying(used, fields, head)
     config, config_notes = build_config(used, {**fields, "tie_word_embeddings": tied}, head)
 
-    # Compare the tensors with those of an empty model.
+    # Compare the tensors with those of an empty model, which needs no memory even if an untrusted
+    # configuration has huge sizes.
     state = _build_on_meta(head, config).state_dict()
     expected = {name: tuple(value.shape) for name, value in state.items()}
     if tied:
@@ -103,6 +109,7 @@ def plan(
     check_tensors(used, {f"{prefix}{name}": shape for name, shape in expected.items()})
     renamed = {name: used[f"{prefix}{name}"] for name in expected}
 
+    # The values are checked against the chosen dtype: float16 ends at 65504.
     weight_dtype = _choose_dtype(renamed, dtype)
     check_values(renamed, weight_dtype)
 
@@ -116,13 +123,14 @@ def _choose_dtype(tensors: Tensors, dtype: str | None) -> torch.dtype:
     """Return the precision of the written weights."""
     if dtype:
         return WEIGHT_DTYPES[dtype]
+    # float32 is the most precise type that `--dtype` offers.
     dtypes = {tensor.dtype for tensor in tensors.values()}
     checkpoint_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return torch.float32 if checkpoint_dtype == torch.float64 else checkpoint_dtype
 
 
 def _build_on_meta(head: Head, config: NeoBERTConfig) -> PreTrainedModel:
-    """Return the model without memory for its weights."""
+    """Return a model whose weights have shapes and dtypes, but no memory."""
     with torch.device("meta"):
         return head.model_class(config)
 
@@ -149,6 +157,8 @@ def derived_fields(tensors: Tensors) -> dict[str, Any]:
             "the checkpoint must contain a token embedding (model.encoder.weight), got "
             f"{listed(tensors, 8)}."
         )
+
+    # The embedding has the shape (vocabulary, hidden size), and the layers are numbered.
     vocab_size, hidden_size = tensors["model.encoder.weight"].shape
     matches = [re.match(r"model\.transformer_encoder\.([0-9]{1,9})\.", name) for name in tensors]
     layers = {int(match[1]) for match in matches if match}
@@ -164,6 +174,7 @@ def derived_fields(tensors: Tensors) -> dict[str, Any]:
     }
     if hidden_size % 64 == 0:
         fields["num_attention_heads"] = hidden_size // 64
+    # RMSNorm has no bias.
     fields["norm_type"] = "layer" if "model.layer_norm.bias" in tensors else "rms"
 
     if "model.positional_embedding.weight" in tensors:
@@ -174,6 +185,7 @@ def derived_fields(tensors: Tensors) -> dict[str, Any]:
     else:
         fields["position_embedding_type"] = "rope"
 
+    # SwiGLU stores both input projections in one matrix w12; the GELU network is a Sequential.
     ffn = f"model.transformer_encoder.{min(layers)}.ffn."
     if f"{ffn}w12.weight" in tensors:
         rows = tensors[f"{ffn}w12.weight"].shape[0]
@@ -206,6 +218,7 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
     Raises:
         UserError: If a value is invalid, or the number of attention heads does not follow.
     """
+    # The file takes precedence: a field is only derived if the file has none of its names.
     derived = derived_fields(tensors)
     labels = _label_fields(fields, tensors) if head.has_labels else {}
     ignored = (*_LABEL_FIELDS, "architectures")
@@ -226,6 +239,7 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
             f"the configuration is not that of a NeoBERT: {one_line(error, 400)}."
         ) from None
 
+    # The user should know which values are guesses.
     notes = []
     if added:
         values = ", ".join(f"{name} {value}" for name, value in added.items())
@@ -235,6 +249,7 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
             "num_attention_heads assumes the published head_dim of 64, which shapes do not show; "
             "--config overrides it"
         )
+    # These fields change the outputs, but not the shape of any tensor.
     known = {*fields, *added}
     optional = ("norm_eps", "max_position_embeddings")
     defaults = [name for name in optional if _aliases(name).isdisjoint(known)]
@@ -264,6 +279,7 @@ def _label_fields(fields: Fields, tensors: Tensors) -> dict[str, Any]:
     labels: dict[str, Any] = {}
     if fields.get("problem_type") is not None:
         labels["problem_type"] = fields["problem_type"]
+    # JSON has only text keys, YAML also integers.
     if id2label is not None:
         keys = set(map(str, id2label)) if isinstance(id2label, dict) else None
         if keys is None or keys != {str(number) for number in range(len(keys))}:
@@ -301,6 +317,7 @@ def decide_tying(tensors: Tensors, fields: Fields, head: Head) -> tuple[bool, li
     if "decoder." not in head.prefixes or embedding is None:
         return False, []
 
+    # The head has a bias even if its matrix is the embedding.
     if decoder is None:
         tied = "decoder.bias" in tensors and option is not False
         note = "tied decoder: the checkpoint contains decoder.bias but no decoder.weight"
@@ -314,6 +331,7 @@ def decide_tying(tensors: Tensors, fields: Fields, head: Head) -> tuple[bool, li
             )
         return True, []
 
+    # torch.save preserves shared memory. Equal values alone do not show that the weights were tied.
     shared = decoder.data_ptr() == embedding.data_ptr() and decoder.shape == embedding.shape
     if option is None and shared and decoder.stride() == embedding.stride():
         note = "decoder.weight and model.encoder.weight are one tensor in the checkpoint"
@@ -353,6 +371,7 @@ def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> 
     if wrong:
         raise UserError(f"tensors of the wrong shape for the configuration: {listed(wrong)}.")
 
+    # float64 is converted. Integers and 8-bit floats would be quantized with unknown scales.
     dtypes: Collection[torch.dtype] = (*WEIGHT_DTYPES.values(), torch.float64)
     others = [f"{n} ({tensors[n].dtype})" for n in expected if tensors[n].dtype not in dtypes]
     if others:
@@ -367,6 +386,7 @@ def check_values(tensors: Tensors, dtype: torch.dtype) -> None:
         UserError: If a value is NaN, infinite or too large.
     """
     for name, tensor in tensors.items():
+        # NaN propagates to both bounds, so that two numbers are enough to check all values.
         low, high = (bound.item() for bound in tensor.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise UserError(f"{name} contains values that are NaN or infinite.")

@@ -1,4 +1,4 @@
-"""Command `neobert convert`: convert a raw training checkpoint to a folder for the Hub.
+"""Command `neobert convert`: convert a raw training checkpoint to a Hub folder.
 
 Code in a checkpoint is never executed. The output appears complete or not at all.
 """
@@ -99,6 +99,7 @@ def convert(options: ConvertOptions) -> None:
     output = source.output
     pooled = options.folder.sentence_transformers
 
+    # Refuse a wrong output before the checkpoint is read, which may take minutes.
     check_new(output, "OUTPUT")
     tokenizer_path = source.tokenizer if source.tokenizer != "none" else None
     inputs = (source.checkpoint, source.config, tokenizer_path)
@@ -115,6 +116,8 @@ def convert(options: ConvertOptions) -> None:
         )
     tokenizer = find_tokenizer(source.tokenizer, checkpoint.folders)
 
+    # The files of the verification are written beside the new folder and not into it, because they
+    # must not become part of the output.
     with (
         new_folder(output) as folder,
         tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
@@ -135,6 +138,7 @@ def convert(options: ConvertOptions) -> None:
 
         # Load the folder in a fresh process and compare its outputs with those of the checkpoint.
         expected = source_outputs(conversion, conversion.output_tensors())
+        # With rounding, the report also states the difference to the weights before rounding.
         exact = expected
         if conversion.is_rounded:
             exact = source_outputs(conversion, conversion.tensors)
@@ -156,6 +160,7 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
         config_file, fields = find_config(checkpoint.folders)
     conversion = plan(checkpoint.tensors, fields, options.source.head, options.folder.dtype)
 
+    # The notes are logged now, and repeated in the model card.
     config_note = "no configuration beside the checkpoint"
     if config_file:
         config_note = f"configuration from {Path(config_file).name}"
@@ -165,7 +170,10 @@ def _plan(checkpoint: Checkpoint, options: ConvertOptions) -> Conversion:
 
 
 def _card_metadata(checkpoint: Checkpoint, options: FolderOptions) -> dict[str, Any]:
-    """Return license and base model for the model card."""
+    """Return license and base model for the model card.
+
+    Options take precedence over the model card beside the checkpoint.
+    """
     card = read_card(checkpoint.folders[0])
     metadata = {key: text for key, text in card.items() if key.startswith("base_model")}
     metadata |= license_metadata(options.license, card)
@@ -219,6 +227,7 @@ def _report(
             f"{rounding:.1e} from the source weights before they were rounded to {dtype}"
         )
 
+    # The table is the result of the command, and goes to stdout; logs go to stderr.
     width = max(map(len, table))
     for key, value in table.items():
         print(f"{key:<{width}}  {value}")

@@ -10,8 +10,8 @@ from ..common.files import read_json, read_yaml
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 
-# Fields that are read from a file: the arguments of NeoBERTConfig, the names of the authors'
-# training code, the labels, and the class of the head.
+# Fields that are read from a file: the arguments of NeoBERTConfig, names from the training code of
+# the authors, the labels, and the class of the head.
 FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
     *ALIASES,
     *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
@@ -31,6 +31,7 @@ def find_config(folders: Iterable[Path]) -> tuple[Path | None, dict[str, Any]]:
     for folder in folders:
         for name in _FILES:
             path = folder / name
+            # A run may have other files of this name, such as the configuration of its optimizer.
             fields = read_config(path, strict=False) if path.is_file() else {}
             if fields:
                 return path, fields
@@ -55,11 +56,13 @@ def read_config(path: str | Path, strict: bool = True) -> dict[str, Any]:
     data = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if not isinstance(data, dict):
         raise UserError(f"{path} must be a mapping of names to values, got {type(data).__name__}.")
+    # Recipes of training code have no model_type, but files of transformers always have one.
     model_type = data.get("model_type", "neobert")
     if model_type != "neobert":
         raise UserError(f"{path} must have the model_type neobert, got {model_type!r:.80}.")
 
-    # Later sections take precedence.
+    # Later sections take precedence. The section of the tokenizer contains the maximum length that
+    # the model was trained with.
     fields: dict[str, Any] = {}
     sections = (
         (data.get("tokenizer"), {"max_length", "vocab_size"}),

@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints of any ZeRO stage.
 
 The float32 master weights are assembled from the optimizer shards of all ranks. Shards of different
-steps or stages must not be combined: the counters in every file distinguish them.
+steps or stages must not be combined; they are recognized by the counters in every file.
 """
 
 import math
@@ -53,6 +53,8 @@ def read_deepspeed(folder: Path) -> Weights:
 
 def _read(folder: Path) -> Weights:
     """Read a DeepSpeed checkpoint; damaged files raise any exception."""
+    # Files *_model_states.pt contain the weights in the precision of training. With ZeRO there is
+    # also one file *_optim_states.pt per rank, with a part of the float32 weights.
     model_files = _files_by_rank(folder, _MODEL_STATES)
     shard_files = _files_by_rank(folder, _OPTIM_STATES)
     if 0 not in model_files:
@@ -64,6 +66,7 @@ def _read(folder: Path) -> Weights:
     module = plain_tensors(model["module"], model_files[0])
     groups = model.get("param_shapes")
 
+    # Only checkpoints of ZeRO list the shapes of the parameters.
     if not shard_files:
         if groups:
             raise UserError(
@@ -77,6 +80,7 @@ def _read(folder: Path) -> Weights:
         return Weights(module, "DeepSpeed without ZeRO", [note])
 
     shards = _load_shards(folder, shard_files)
+    # The layout of the values, not the number of the stage, decides how to assemble them.
     stage = _plain(shards[0].get("zero_stage", 1))
     if "fp32_flat_groups" in shards[0]:
         stage = 3
@@ -121,6 +125,7 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         match = pattern.fullmatch(path.name)
         if not match:
             continue
+        # mp_rank is the rank of tensor parallelism, which splits single matrices.
         if int(match[2]):
             raise UserError(
                 f"{folder} was written with tensor parallelism ({path.name}), which is not "
@@ -144,6 +149,7 @@ def _load_shards(folder: Path, files: Mapping[int, Path]) -> list[State]:
         UserError: If ranks are missing, or the shards are of different steps or stages.
     """
     states = {rank: load_torch_file(files[rank])["optimizer_state_dict"] for rank in sorted(files)}
+    # DeepSpeed stores one count, or one per parameter group.
     count = states[min(states)]["partition_count"]
     world_size = max(count) if isinstance(count, (list, tuple)) else count
     if len(states) != world_size or max(states) >= world_size:
@@ -185,7 +191,7 @@ def _check_models(folder: Path, models: Sequence[State]) -> None:
     """Check that the model states of all ranks are of one step.
 
     Raises:
-        UserError: If they are not.
+        UserError: If the steps differ.
     """
     names = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
     counters = [{name: _plain(model.get(name)) for name in names} for model in models]
@@ -207,6 +213,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 def _steps(state: Any) -> list[Any]:
     """Return all values of the key "step" in nested lists and dictionaries."""
     if isinstance(state, dict):
+        # Optimizers store the step at different depths, per parameter or per group.
         if "step" in state:
             return [_plain(state["step"])]
         children = list(state.values())
@@ -227,7 +234,7 @@ def _check_equal(folder: Path, counters: Sequence[State], files: str) -> None:
     Args:
         folder: Directory, for the message.
         counters: Values by name, one mapping per rank.
-        files: What has the counters, for the message.
+        files: Name of the files that contain the counters, for the message.
 
     Raises:
         UserError: If a counter differs between two ranks.
@@ -248,7 +255,13 @@ def _check_equal(folder: Path, counters: Sequence[State], files: str) -> None:
 def _join(
     pieces: Collection[torch.Tensor], shape: Sequence[int], name: str, folder: Path
 ) -> torch.Tensor:
-    """Return the tensor of a shape whose elements are those of the pieces, without padding.
+    """Return the tensor that consists of the pieces, without the padding at the end.
+
+    Args:
+        pieces: Vectors, joined in this order.
+        shape: Shape of the tensor.
+        name: Name of the parameter, for the message.
+        folder: Directory, for the message.
 
     Raises:
         UserError: If the pieces have too few elements.
@@ -275,6 +288,7 @@ def _assemble_stages_1_and_2(
     tensors: dict[str, torch.Tensor] = {}
     paddings = shards[0].get("param_alignment_paddings")
     for number, shapes in enumerate(groups):
+        # In the order of the ranks, the slices join to one vector of all parameters of the group.
         slices = [shard["single_partition_of_fp32_groups"][number] for shard in shards]
         flat = torch.cat(slices).detach()
         offset = 0
@@ -284,7 +298,8 @@ def _assemble_stages_1_and_2(
             tensors[name] = _join([piece], shape, name, folder)
             offset += math.prod(shape) + padding
 
-        # The remaining values align the slices of the ranks and the parameters.
+        # The remaining values align the slices of the ranks and the parameters. More of them would
+        # be parameters that `param_shapes` does not list.
         if not offset <= len(flat) <= offset + 4 * len(shards) + 16 * len(shapes):
             raise UserError(
                 f"group {number} of the ZeRO shards in {folder} must have {offset} values and "
@@ -300,6 +315,7 @@ def _assemble_stage_3(
     tensors: dict[str, torch.Tensor] = {}
     offset = 0
     flats = [torch.cat(shard["fp32_flat_groups"]).detach() for shard in shards]
+    # The offset is the same on all ranks, and continues through the groups.
     for shapes in groups:
         for name, shape in shapes.items():
             # Each slice has the size of the parameter divided by the ranks, rounded up.
@@ -320,6 +336,7 @@ def _join_frozen(folder: Path, models: Sequence[State]) -> dict[str, torch.Tenso
     """Return the frozen parameters, from their fragments in the model states of all ranks."""
     tensors = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        # In stages 1 and 2 the parameter is complete in the one model file.
         fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
         pieces = [fragment.flatten() for fragment in fragments if fragment is not None]
         tensors[name] = _join(pieces, shape, name, folder)

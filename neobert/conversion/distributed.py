@@ -20,7 +20,7 @@ from .weight_files import Weights, check_archive, foreign_class, is_file_in, unr
 
 
 def _format_member(owner: object, name: str) -> object:
-    """Replace `getattr`, by which pickles refer to the members of the one enum that is needed."""
+    """Return a member of the memory format enum, to which pickles refer by `getattr`."""
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
@@ -32,9 +32,11 @@ def _allowed_classes() -> dict[str, Any]:
         "torch.Size": torch.Size,
         "torch.serialization._get_layout": torch.serialization._get_layout,
     }
+    # A dtype is pickled as a global object: torch.float32.
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):
             classes[str(value)] = value
+    # Python 3.13 moved the paths to pathlib._local. PurePosixPath does not depend on this system.
     for module_name in ("pathlib", "pathlib._local"):
         for system in ("Posix", "Windows"):
             classes[f"{module_name}.{system}Path"] = PurePosixPath
@@ -71,6 +73,7 @@ class _Unpickler(pickle.Unpickler):
         Raises:
             UserError: If the class is not allowed.
         """
+        # pickle asks this method for everything that could execute code.
         if f"{module}.{name}" not in _CLASSES:
             raise foreign_class(self._path, f"{module}.{name}")
         return _CLASSES[f"{module}.{name}"]
@@ -106,6 +109,7 @@ def read_distributed(folder: Path) -> Weights:
 
 def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint; damaged files raise any exception."""
+    # Without the states of the optimizer, which take twice the memory of the weights.
     content = reader.read_metadata()
     optimizer_prefixes = ("optim", "lr_scheduler", "scheduler")
     entries = {
@@ -124,7 +128,7 @@ def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
                 file.seek(part.offset)
                 check_archive(io.BytesIO(file.read(part.length)), file.name)
 
-    # Values that no part contains remain NaN.
+    # torch loads in place and does not notice gaps between the parts: values there remain NaN.
     tensors = {
         name: torch.full(entry.size, math.nan, dtype=entry.properties.dtype)
         for name, entry in entries.items()

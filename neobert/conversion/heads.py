@@ -1,4 +1,4 @@
-"""Table of the model heads: the properties that differ between heads, and the choice of a head."""
+"""Table of the model heads with the properties that differ, and the choice of a head."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,10 +148,12 @@ def choose_head(
     Raises:
         UserError: If the tensors are not those of one head.
     """
+    # Only tensors outside the backbone distinguish the heads.
     names = list(names)
     present = [prefix for prefix in HEAD_PREFIXES if any(name.startswith(prefix) for name in names)]
     head = _head_of(present, architectures) if option is None else HEADS[option]
 
+    # With `--head`, a checkpoint may contain tensors of other heads: these are left out.
     others = tuple(prefix for prefix in present if prefix not in head.prefixes)
     return head, sorted(name for name in names if others and name.startswith(others))
 
@@ -160,16 +162,18 @@ def _head_of(prefixes: list[str], architectures: Iterable[str]) -> Head:
     """Return the head whose tensors have exactly these prefixes.
 
     Raises:
-        UserError: If no head has.
+        UserError: If there is no such head.
     """
     candidates = [head for head in _TABLE if set(head.prefixes) == set(prefixes)]
     if not candidates:
+        # Suggest the heads whose tensors are all there, beside those of others.
         options = [head.option for head in _TABLE if set(head.prefixes) <= set(prefixes)]
         raise UserError(
             "the checkpoint must have the tensors of one head, got "
             f"{listed(f'{prefix}*' for prefix in prefixes)}. Choose --head {' or '.join(options)}."
         )
 
+    # Sequence classification and multiple choice have the same tensors; the class name decides.
     head = candidates[0]
     for other in candidates:
         if {*other.architectures, other.class_name} & set(architectures):

@@ -46,6 +46,7 @@ def write_folder(
     Returns:
         The weight files.
     """
+    # The tokenizer is first, because its check may fail, and the weights take the most time.
     config = conversion.config
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
@@ -66,6 +67,7 @@ def write_weights(
     Returns:
         The weight files, sorted by name.
     """
+    # Above `max_shard_size` this writes model-00001-of-0000N.safetensors and an index.
     save_torch_state_dict(dict(state), folder, max_shard_size=max_shard_size)
     return [
         WeightFile(name=path.name, size=path.stat().st_size, sha256=sha256(path))
@@ -75,6 +77,7 @@ def write_weights(
 
 def write_config(folder: Path, conversion: Conversion) -> None:
     """Write config.json with the complete auto_map, and the code files that it refers to."""
+    # The configuration adds auto_map itself, so that the Hub loads the code in the folder.
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = dtype_name(conversion.dtype)
     conversion.config.to_json_file(folder / "config.json")
@@ -92,6 +95,7 @@ def usage_lines(
         has_tokenizer: Whether to load a tokenizer too.
         sentence_transformers: Whether to load the model with sentence-transformers too.
     """
+    # JSON quotes and escapes the name so that it is a literal of Python, too.
     name = json.dumps(printable(name), ensure_ascii=False)
     classes = f"{head.auto_class}, AutoTokenizer" if has_tokenizer else head.auto_class
     lines = [
@@ -161,6 +165,7 @@ def write_model_card(
     if sentence_transformers and conversion.head.option == "base":
         task = "sentence-similarity"
         library = "sentence-transformers"
+    # The task of a base model is the tag feature-extraction already.
     tags = list(dict.fromkeys(tags))
 
     layers = f"{config.num_hidden_layers} x {config.hidden_size}"

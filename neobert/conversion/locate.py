@@ -1,4 +1,4 @@
-"""Location and format of a training checkpoint, and the published names of its tensors.
+"""Reader of training checkpoints: location, format, and the published names of the tensors.
 
 Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint directories, accelerate's
 `save_state`, Trainer's checkpoints, safetensors and Hub folders.
@@ -59,6 +59,7 @@ def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
     if weights is None or not weights.tensors:
         raise UserError(f"{step_path} must contain tensors, got none.")
 
+    # A link is not resolved: the configuration is beside the path that the user has passed.
     folders = _run_folders(Path(os.path.abspath(step_path)), Path(os.path.abspath(path)))
     tensors = canonical_names(weights.tensors, step_path)
     return Checkpoint(step_path, weights.format, tensors, folders, weights.notes)
@@ -68,8 +69,12 @@ def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
 # Format and step
 
 
+# Directory of a step: 1000, step_1000, global_step1000, checkpoint-1000, ... More than 18 digits
+# are not a number of steps.
 _STEP = re.compile(r"(?:(?:checkpoint|step|global_step|epoch|iter)[_-]?)?([0-9]{1,18})")
+# Directories of a run that contain those of the steps.
 _RUN_FOLDERS = ("model_checkpoints", "checkpoints")
+# Files of weights in order of preference.
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -127,6 +132,7 @@ def _read_latest(folder: Path) -> Path | None:
     file = folder / "latest"
     if not file.is_file():
         return None
+    # The file may be untrusted, and must not name a path outside its directory.
     name = read_text(file).strip()
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise UserError(
@@ -155,6 +161,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
             )
         return path
 
+    # Several names may have one number: step_1000 and checkpoint-1000.
     steps: dict[int, list[Path]] = {}
     for folder in sorted(path.iterdir()):
         match = _STEP.fullmatch(folder.name)
@@ -167,6 +174,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     if (step is None or is_step) and _find_reader(path):
         return path
 
+    # The highest step is not always the latest: a run may have been resumed from an earlier step.
     latest = _read_latest(path) if step is None else None
     if latest is None and not steps:
         for name in _RUN_FOLDERS:
@@ -213,6 +221,8 @@ def _run_folders(path: Path, start: Path) -> list[Path]:
     top = start if start.is_dir() else start.parent
     step_folder = path if path.is_dir() else path.parent
 
+    # Above CHECKPOINT, only directories with usual names belong to the run. A common parent
+    # directory may contain the configuration of another run.
     folders = []
     for folder in (step_folder, *step_folder.parents):
         folders.append(folder)
@@ -227,6 +237,7 @@ def _run_folders(path: Path, start: Path) -> list[Path]:
 # Names
 
 
+# Prefixes that DDP, DeepSpeed, torch.compile, FSDP and activation checkpointing add at any depth.
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -250,6 +261,7 @@ def canonical_names(tensors: Mapping[str, torch.Tensor], path: Path) -> dict[str
     distinct = set(new_names.values())
 
     # torch.distributed.checkpoint stores a complete state dict below one key.
+    # There, `model.` is such a key only if it occurs twice: it is also the name of the backbone.
     nested_prefixes = tuple(f"model.{prefix}" for prefix in ("model.", *HEAD_PREFIXES))
     for prefix in ("app.", "model."):
         is_nested = all(name.startswith(prefix) for name in distinct)

@@ -1,4 +1,4 @@
-"""Conversion of a raw checkpoint that a training run starts from."""
+"""Conversion of a raw checkpoint that a training run is initialized from."""
 
 from pathlib import Path
 
@@ -22,6 +22,7 @@ def write_start(checkpoint: str | Path, folder: str | Path) -> None:
     Raises:
         UserError: If the checkpoint cannot be converted.
     """
+    # Training continues from the most precise weights, with the masked language model's decoder.
     source = open_checkpoint(checkpoint)
     _, fields = find_config(source.folders)
     conversion = plan(source.tensors, fields, "masked-lm", "float32")

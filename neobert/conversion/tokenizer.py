@@ -22,7 +22,7 @@ from ..common.files import read_json
 from ..common.loading import prefix_space
 
 
-# Files that a tokenizer can consist of.
+# Files that identify the directory of a tokenizer.
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -87,6 +87,7 @@ def check_rows(size: int, rows: int, folder: str | Path) -> None:
     Raises:
         UserError: If the tokenizer does not fit.
     """
+    # Other numbers mean that the tokenizer belongs to another model.
     allowed = sorted({size, *(-(-size // multiple) * multiple for multiple in _MULTIPLES)})
     if rows not in allowed:
         raise UserError(
@@ -111,6 +112,7 @@ def write_tokenizer(source: Path, target: Path, rows: int, max_length: int) -> N
     """
     try:
         tokenizer = _load(source)
+        # Ids may have gaps, so that the largest id decides and not the number of tokens.
         size = max(tokenizer.get_vocab().values()) + 1
         check_rows(size, rows, source)
         _write(tokenizer, target, max_length)
@@ -144,6 +146,8 @@ def _load(folder: Path) -> Any:
 
 def _write(tokenizer: Any, target: Path, max_length: int) -> None:
     """Write a loaded fast tokenizer, which truncates at `max_length` tokens or earlier."""
+    # tokenizer.json can store the truncation and padding of the training data: every user would get
+    # texts of this length.
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
@@ -166,6 +170,7 @@ def _write(tokenizer: Any, target: Path, max_length: int) -> None:
         for name, token in tokenizer.special_tokens_map.items()
         if isinstance(token, (str, AddedToken))
     }
+    # A tokenizer without a limit has the limit 10^30, sometimes as a float.
     source_length = tokenizer.model_max_length
     if type(source_length) is int and source_length > 0:
         max_length = min(source_length, max_length)

@@ -19,7 +19,7 @@ from .architecture import Conversion
 
 # `runpy` keeps the directory of the script, which is in this package, out of the module path.
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-# Maximum difference of an output, relative to the largest output (or to 1 if that is larger).
+# Maximum difference of an output, relative to the largest output or to 1, whichever is larger.
 _TOLERANCE = 1e-5
 
 
@@ -30,6 +30,7 @@ def random_inputs(conversion: Conversion) -> dict[str, torch.Tensor]:
         `input_ids` and `attention_mask`, int64 of shape (2, L) with L up to 32, or (1, 2, L) for
         multiple choice.
     """
+    # The same seed in `source_outputs` and `verify`, so that both models get the same inputs.
     config = conversion.config
     generator = torch.Generator().manual_seed(0)
     length = min(32, config.max_position_embeddings)
@@ -66,6 +67,7 @@ def source_outputs(conversion: Conversion, tensors: Mapping[str, torch.Tensor]) 
         conversion: Model.
         tensors: Weights by name, those of the checkpoint or the rounded ones.
     """
+    # float32 in both models: the difference then shows errors, and not the rounding of a dtype.
     inputs = random_inputs(conversion)
     with torch.no_grad():
         outputs = conversion.build(tensors)(**inputs)
@@ -97,6 +99,7 @@ def verify(
     _reload(folder, conversion.head.auto_class, inputs_file, outputs_file, scratch)
 
     outputs = _flatten(load_file(outputs_file), conversion, inputs)
+    # Outputs of another shape differ, too: NaN fails the comparison below.
     difference = float("nan")
     if outputs.shape == expected.shape:
         difference = (outputs - expected).abs().max().item()
@@ -115,6 +118,7 @@ def _reload(folder: Path, auto_class: str, inputs: Path, outputs: Path, scratch:
     Raises:
         UserError: If the process fails.
     """
+    # With a separate cache of remote code, the user's cache is neither read nor changed.
     script = Path(__file__).with_name("fresh_model.py")
     environment = {
         **os.environ,
@@ -135,6 +139,7 @@ def _reload(folder: Path, auto_class: str, inputs: Path, outputs: Path, scratch:
         reason = f"its process ended with {process.returncode}"
         # A process that a signal ended leaves no message about the reason.
         if lines and process.returncode > 0:
+            # The last line of a traceback is the exception.
             reason = lines[-1]
         raise UserError(
             f"the converted folder does not load, so it was discarded: {one_line(reason, 400)}."

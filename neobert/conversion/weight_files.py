@@ -52,7 +52,8 @@ class StandIn:
         """Ignore the state."""
 
 
-# Classes and functions that training loops save beside the weights.
+# Classes and functions that training loops save beside the weights. torch refuses unknown ones, so
+# that they are replaced by `StandIn`, which executes nothing.
 _STAND_INS = """
     argparse.Namespace
     builtins.getattr
@@ -100,8 +101,10 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of all files that an index lists."""
+    # The index maps the names of the tensors to those of the files.
     weight_map = read_json(index)["weight_map"]
     files = weight_map.values()
+    # The names are untrusted: a path such as ../other/model.bin must not be read.
     missing_files = {repr(name) for name in files if not is_file_in(index.parent, name)}
     if missing_files:
         raise UserError(
@@ -112,6 +115,7 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(files)):
         shard = _read_tensors(index.parent / name)
+        # Which of two tensors belongs to the model cannot be decided.
         duplicates = sorted(tensors.keys() & shard.keys())
         if duplicates:
             raise UserError(
@@ -180,14 +184,17 @@ def load_torch_file(path: Path) -> Any:
         UserError: If the file is truncated or damaged, or contains an object of a class that is
             not allowed, which the message names.
     """
+    # safe_globals also accepts pairs of a replacement and the pickled name.
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (StandIn, name) for name in _STAND_INS
     ]
 
     try:
+        # The format before torch 1.6 is a plain pickle, which torch cannot map.
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
             check_archive(path, path)
+        # torch warns about deprecated types of storage in older files.
         with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
@@ -198,6 +205,7 @@ def load_torch_file(path: Path) -> Any:
         if isinstance(error, pickle.UnpicklingError) and error.__context__:
             # torch's message advises to load the file with code; its cause does not.
             cause = error.__context__
+        # The message names the class only in this form.
         class_name = re.search(r"GLOBAL (\S+)", str(cause))
         if class_name:
             raise foreign_class(path, class_name[1]) from None
@@ -206,6 +214,8 @@ def load_torch_file(path: Path) -> Any:
 
 def _find_state_dict(data: Any, path: Path) -> dict[Any, Any]:
     """Return the state dict in a loaded file: the data, or a value below a usual key."""
+    # State dicts may be nested, as in {"model": {"module": {...}}}. The limit ends the cycles that
+    # an untrusted file can contain.
     for _ in range(4):
         if not isinstance(data, dict):
             break
