@@ -175,7 +175,7 @@ def run_identity(
 
 
 class Distillation:
-    """One run: builds the trainer, and saves the student.
+    """Run of `neobert distill`: builds the trainer, and saves the student.
 
     Args:
         options: Options of the command.
@@ -373,7 +373,7 @@ class Distillation:
 def embed_texts(
     options: DistillOptions, has_teacher_start: bool, texts: Texts, teacher: PackedEncoder
 ) -> tuple[np.ndarray, dict[str, tuple[list[str], np.ndarray]], torch.Tensor | None]:
-    """Compute what a student needs of its teacher, or read it from the work directory.
+    """Compute the embeddings of the teacher, or read them from the work directory.
 
     Args:
         options: Options of the command.

@@ -216,7 +216,7 @@ def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[st
 
 
 def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) -> float | None:
-    """Return the mean distance of labels and predictions, None if the labels are no numbers."""
+    """Return the mean distance of labels and predictions, or None if labels are not numbers."""
     # Labels such as 1 to 5 stars are classes with an order.
     try:
         values = np.array([float(name) for name in task.labels])
@@ -228,7 +228,8 @@ def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) 
 
 
 def confusion(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:
-    """Return the numbers of test rows per label (row) and prediction (column), if there are any."""
+    """Return the numbers of test rows per label (row) and prediction (column), or None."""
+    # Only a classification with one label per row has a confusion matrix.
     if task.name in (REGRESSION, MULTI_LABEL, TOKENS):
         return None
     # Unlike `matrix[rows, columns] += 1`, `np.add.at` counts repeated cells, too.

@@ -192,7 +192,7 @@ def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArgum
 
 
 class Finetuning:
-    """One run: builds the trainer, and saves the model with its evaluation.
+    """Run of `neobert finetune`: builds the trainer, and saves the model with its evaluation.
 
     Args:
         options: Options of the command.

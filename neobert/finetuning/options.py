@@ -99,7 +99,7 @@ class DataOptions(OptionGroup):
         affects_results=False,
     )
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] = option(
-        512, "Maximum sequence length in tokens, with 3 special tokens in a pair."
+        512, "Maximum sequence length in tokens, including special tokens."
     )
 
 

@@ -123,7 +123,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class RawRows:
-    """Rows of a file as they are.
+    """Rows of a file before their labels are encoded.
 
     Attributes:
         source: File, directory, glob or URL.
@@ -296,7 +296,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as a finite number, or None if it is none."""
+    """Return a value as a finite number, or None if it is not a number."""
     # A bool is an int for Python, but a class here.
     if isinstance(value, bool):
         return None

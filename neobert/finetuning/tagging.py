@@ -46,7 +46,7 @@ class Entity:
 
 
 def split_words(text: str) -> Bounds:
-    """Return the bounds of the words of a text: runs of letters and digits, and other signs."""
+    """Return the bounds of the words of a text: runs of letters and digits, and single symbols."""
     return [match.span() for match in _WORD.finditer(text)]
 
 
@@ -96,17 +96,17 @@ def bio_names(labels: Iterable[str]) -> list[str]:
 
 
 def tags_from_spans(spans: Sequence[Mapping[str, Any]], words: Bounds) -> tuple[list[str], int]:
-    """Return the BIO tags of words, of which some are in labeled spans of characters.
+    """Return the BIO tags of words from labeled spans of characters.
 
-    A word belongs to a span that contains one of its characters. Of spans that overlap, the first
-    and longest one counts.
+    A word belongs to a span that contains one of its characters. If spans overlap, the one that
+    starts first is used, and the longest of those that start together.
 
     Args:
         spans: Spans with "start", "end" and "label".
         words: Bounds of the words.
 
     Returns:
-        The tags, and the number of spans without a word of their own.
+        The tags, and the number of spans that are not used.
     """
     # Longer spans come first, so that nested spans lose against the span around them.
     tags = [OUTSIDE] * len(words)
@@ -157,7 +157,9 @@ def missing_logits(labels: Sequence[str]) -> np.ndarray:
 
 
 def find_entities(tags: Sequence[str], words: Bounds, bio: bool = True) -> list[Entity]:
-    """Return the entities of a tagged text; of plain tags, every word but those tagged `O`.
+    """Return the entities of a tagged text.
+
+    With plain tags, every word that is not tagged `O` is an entity.
 
     Args:
         tags: Tags of the words.
@@ -183,7 +185,7 @@ def find_entities(tags: Sequence[str], words: Bounds, bio: bool = True) -> list[
 def tag_counts(truth: Sequence[str], predicted: Sequence[str], bio: bool) -> tuple[int, int, int]:
     """Return the numbers of correct, predicted and true entities of a text.
 
-    With plain tags, words take the place of entities.
+    With plain tags, words are counted instead of entities.
     """
     if not bio:
         correct = sum(a == b for a, b in zip(truth, predicted))

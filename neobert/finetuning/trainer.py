@@ -240,7 +240,7 @@ def save_model(
 
 
 def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
-    """Return the last linear layer of a head if the model calls it by one of the common names."""
+    """Return the last linear layer of a head, or None if it has none of the common names."""
     # RoBERTa and ELECTRA have an `out_proj`, NeoBERT and BERT a `classifier`, and decoders a
     # `score`.
     for name in ("classifier.out_proj", "classifier", "score"):
@@ -264,7 +264,7 @@ def scale_output(model: torch.nn.Module, factor: float, offset: float) -> None:
 
 
 def memory_result(memory: PeakMemory) -> dict[str, int | None]:
-    """Return the memory of a training for its result, in MiB."""
+    """Return the memory of a training run in MiB, for its result."""
     return {
         "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
         "memory_before_mib": memory.before and round(memory.before / 2**20),

@@ -1,4 +1,4 @@
-"""Errors of the server: one sentence, in the form of the API of the route."""
+"""Errors of the server: one sentence, in the format of the API of the route."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from ..common.errors import UserError, one_line
 
 
-# Routes whose errors have the form of another API than OpenAI.
+# Routes whose errors do not have the format of OpenAI's API.
 COHERE_ROUTES = ("/v1/rerank", "/v2/rerank")
 TEI_ROUTES = ("/", "/embed", "/rerank", "/predict", "/info")
 
@@ -25,7 +25,7 @@ def error_response(
     """Return the response about an error.
 
     Args:
-        path: Path of the request, which decides about the form.
+        path: Path of the request, which determines the format.
         status: HTTP status.
         message: One sentence.
         headers: Further headers.

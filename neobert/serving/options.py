@@ -134,7 +134,7 @@ class ServeOptions:
 OPTIONS = {
     "serve": OptionParser(
         "neobert serve",
-        "Serve embeddings, reranker scores and predictions over HTTP, in the forms of OpenAI, "
+        "Serve embeddings, reranker scores and predictions over HTTP, with the APIs of OpenAI, "
         "Cohere, Jina and Text Embeddings Inference.",
         ServeOptions,
         "neobert serve --model examples/sentence-encoder",

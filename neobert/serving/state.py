@@ -143,7 +143,7 @@ def check_model_name(name: str | None, model: str, path: str | None) -> None:
     Args:
         name: Name in the request.
         model: Name of the model in the API.
-        path: Option that names the model, which is accepted, too.
+        path: Value of the option that selects the model. It is accepted, too.
     """
     if name not in (None, model, path):
         raise HTTPException(404, f"`model` must be {model!r}, got {name!r}.")
