@@ -19,7 +19,8 @@ from .source import SourceModel
 # of an engine by name, as arrays or tensors.
 Runner = Callable[[torch.Tensor, torch.Tensor], Mapping[str, Any]]
 
-# English sentences of several kinds. Longer texts are composed of several of them.
+# English sentences of several types: prose, questions, code, numbers and names with accents.
+# Longer texts are composed of several of them.
 SENTENCES = (
     "Rain.",
     "Where can I borrow books?",
@@ -55,8 +56,8 @@ class EngineAgreement:
     """Similarity of an engine's outputs to those of torch.
 
     Attributes:
-        token: Smallest cosine similarity of the vectors (hidden states or masked-LM logits) of a
-            non-padding token, or None if the tokens have no vectors.
+        token: Smallest cosine similarity of the vectors of a non-padding token (hidden states or
+            masked-LM logits), or None if the outputs have no vectors per token.
         pooled: Smallest cosine similarity of the vectors of a text: the pooled hidden states, or
             the logits of a head. Without a pooling module the hidden states are averaged.
     """
@@ -80,12 +81,13 @@ class EngineAgreement:
         Raises:
             UserError: If a similarity is below its bound, or NaN.
         """
-        for kind, value, bound in (("token", self.token, token), ("pooled", self.pooled, pooled)):
+        bounds = (("token", self.token, token), ("pooled", self.pooled, pooled))
+        for cosine_name, value, bound in bounds:
             # The comparison is also false if the value is NaN.
             if value is not None and not value >= bound:
                 raise UserError(
-                    f"{name}: the worst {kind} cosine to torch must be at least {bound}, got "
-                    f"{value:.6f}. The export was discarded."
+                    f"{name}: the worst {cosine_name} cosine to torch must be at least {bound}, "
+                    f"got {value:.6f}. The export was discarded."
                 )
 
 
@@ -149,6 +151,7 @@ class Precision:
         Raises:
             UserError: If the model differs too much.
         """
+        # tqdm.write prints above the progress bar, which print would break.
         title = f"{name} in {engine}"
         agreement = reference.agreement(run, title)
         tqdm.write(f"{name:<5} {summary}  {agreement}")
@@ -168,6 +171,7 @@ class Reference:
     def __init__(self, source: SourceModel) -> None:
         self._source = source
         self.batches = list(_batches(source))
+        # Computed once: every precision of an export is compared with the same outputs.
         self._expected = []
         with torch.inference_mode():
             for input_ids, attention_mask in self.batches:
@@ -198,6 +202,7 @@ class Reference:
                 name: torch.as_tensor(value).float()
                 for name, value in run(input_ids, attention_mask).items()
             }
+            # Outputs at padding tokens are undefined, so that they are compared nowhere.
             mask = attention_mask.bool()
             for name, values in expected.items():
                 _check_shape(title, name, outputs.get(name), values)
@@ -208,8 +213,10 @@ class Reference:
                     expected_rows.append(values)
                     continue
 
+                # Hidden states and masked-LM logits have a vector per token.
                 if values.dim() == 3 and values.shape[-1] >= _MIN_VALUES_PER_TOKEN:
                     tokens.append(_cosine(actual[mask], values[mask]))
+                # A text is compared by its embedding, or else by all values of its tokens.
                 if name == "last_hidden_state":
                     pooled += self._pooled_cosines(outputs, values, attention_mask)
                 else:
@@ -229,6 +236,7 @@ class Reference:
         The hidden states of the engine are pooled here; an output of pooled vectors is compared
         too.
         """
+        # A model without a pooling module is often used with mean pooling.
         pooling = self._source.pooling or _mean
         expected = pooling(hidden, mask)
         cosines = [_cosine(pooling(outputs["last_hidden_state"], mask), expected)]
@@ -249,7 +257,7 @@ def _check_shape(
     """Check that an engine returned an output of the right shape.
 
     Raises:
-        UserError: If it did not.
+        UserError: If the output is missing, or has another shape.
     """
     if actual is None or actual.shape != expected.shape:
         shape = "nothing" if actual is None else f"{tuple(actual.shape)}"
@@ -266,6 +274,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _worst(cosines: Sequence[torch.Tensor]) -> float:
     """Return the smallest of all values, or NaN if one is NaN."""
+    # Unlike min() of Python, that of torch propagates NaN.
     return torch.cat([cosine.flatten() for cosine in cosines]).min().item()
 
 
@@ -283,6 +292,7 @@ def make_texts(source: SourceModel, lengths: Sequence[int], first: int = 0) -> I
     for number, length in enumerate(lengths):
         if length + extra > source.max_length:
             continue
+        # Every text starts with another sentence, so that equal lengths have different texts.
         start = (first + number) % len(SENTENCES)
         # Every sentence has at least one token, so this text has at least `length` tokens.
         rotated = SENTENCES[start:] + SENTENCES[:start]
@@ -309,6 +319,7 @@ def _batches(source: SourceModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     longest = min(_LONG, source.max_length - source.tokenizer.num_special_tokens_to_add())
     texts = list(make_texts(source, _LENGTHS))
     pad_id = source.config.pad_token_id or 0
+    # Every second length is in the same batch, so that each has both short and long texts.
     for start in range(2):
         yield pad_right(texts[start::2], pad_id)
     yield pad_right(list(make_texts(source, [longest], first=7)), pad_id)

@@ -1,6 +1,6 @@
 """Command `neobert export TARGET FOLDER OUTPUT`: convert a model to the format of another engine.
 
-The output is compared with torch before it appears, complete or not at all.
+The output is compared with torch first, and appears complete or not at all.
 """
 
 import importlib
@@ -23,9 +23,10 @@ class Target:
     """Target of an export.
 
     Attributes:
-        module: Module of this room. It has `check_output(options)`, which checks OUTPUT before any
-            work, and `export(source, options)`, which writes it. Both raise UserError.
-        extra: Extra of the package that installs the dependencies.
+        module: Module of this subpackage. It has `check_output(options)`, which checks OUTPUT
+            before the model is loaded, and `export(source, options)`, which writes OUTPUT. Both
+            raise UserError.
+        extra: Extra of setup.cfg that installs the dependencies.
         packages: Modules that must be installed.
     """
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ImportError: If a package of the target is not installed.
     """
     name, options = OPTIONS["export"].read(sys.argv[1:] if argv is None else argv)
+    # The module of the target imports its packages, so that it is imported after their check.
     target = TARGETS[name]
     require(target.extra, *target.packages)
     module = importlib.import_module(f".{target.module}", __package__)

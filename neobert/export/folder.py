@@ -43,7 +43,7 @@ def check_output(options: OnnxOptions | OpenvinoOptions) -> None:
     """Check that the output does not exist and is not inside an input.
 
     Raises:
-        UserError: If it is.
+        UserError: If the output exists, or is inside an input.
     """
     model = options.model
     check_new(model.output, "OUTPUT")
@@ -88,10 +88,12 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
 def _config(source: SourceModel, files: Mapping[str, GraphFile]) -> dict[str, Any]:
     """Return the content of config.json.
 
-    It is that of the model, with the exported class and the settings of transformers.js.
+    It consists of the fields of the model, the exported class and the settings of transformers.js.
     """
     config = source.config.to_dict()
     config["architectures"] = list(source.head.architectures)
+    # The source model does not unpad, because graphs are traced with padding. Users of the code in
+    # this folder should have the default.
     config["unpad_inputs"] = True
     # The path from which the model was loaded is local.
     config.pop("_name_or_path", None)
@@ -109,6 +111,7 @@ def _write_common(folder: Path, source: SourceModel) -> None:
     for path in Path(source.tokenizer_folder).iterdir():
         shutil.copyfile(path, folder / path.name)
 
+    # The files of sentence-transformers: first those of every model, then the additional modules.
     pooling = source.pooling
     if pooling is None:
         return
@@ -116,6 +119,7 @@ def _write_common(folder: Path, source: SourceModel) -> None:
     write_sentence_transformers(folder, hidden_size, source.max_length, pooling.mode)
     write_pooling(folder, hidden_size, pooling.mode, pooling.include_prompt)
 
+    # Modules 0 and 1 are the transformer and its pooling.
     modules = read_json(folder / "modules.json")
     for number, module in enumerate(pooling.modules[1:], 2):
         class_name = type(module).__name__
@@ -154,5 +158,6 @@ def _write_dense(folder: Path, module: Any) -> None:
         "activation_function": f"{activation.__module__}.{activation.__name__}",
     }
     write_json(folder / "config.json", config)
+    # The tensors have the names of the module: linear.weight and linear.bias.
     layer = {f"linear.{name}": value for name, value in module.linear.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(layer))

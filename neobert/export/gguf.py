@@ -68,6 +68,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
             "`neobert export onnx` or `neobert export openvino`."
         )
 
+    # The writer collects the keys of the file, with which `--check` compares an existing file.
     dtype = options.format.dtype
     output = options.model.output
     writer = new_writer(
@@ -75,10 +76,11 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     )
 
     if options.format.check:
+        # The file may have any of the data types, so that the largest bound applies.
         error = largest_error(output, source.model, writer)
         if not error <= max(BOUNDS.values()):
-            raise UserError(f"{output} does not contain this model: {_in_words(error)}.")
-        print(f"{output} contains this model: {_in_words(error)}")
+            raise UserError(f"{output} does not contain this model: {_describe_error(error)}.")
+        print(f"{output} contains this model: {_describe_error(error)}")
         return
 
     # The file appears at OUTPUT after it has been read back and compared.
@@ -86,18 +88,19 @@ def export(source: SourceModel, options: GgufOptions) -> None:
         write_tensors(writer, file.name, source.model, dtype)
         error = largest_error(file.name, source.model, writer)
         if not error <= BOUNDS[dtype]:
-            raise UserError(f"the file was discarded: {_in_words(error)}.")
+            raise UserError(f"the file was discarded: {_describe_error(error)}.")
         size = Path(file.name).stat().st_size
-    print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_in_words(error)}")
+    print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_describe_error(error)}")
 
 
-def _in_words(error: float) -> str:
-    """Return the largest error as a phrase."""
+def _describe_error(error: float) -> str:
+    """Return the largest error as a phrase for messages."""
     return f"largest error {error:.1e}, relative to the maximum of each tensor"
 
 
 def _card_metadata(source: SourceModel) -> dict[str, str]:
     """Return license and base model with the keys of GGUF."""
+    # general.license, general.license.name and general.license.link.
     keys = {
         f"general.{key.replace('_', '.')}": text
         for key, text in source.metadata.items()

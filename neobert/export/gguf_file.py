@@ -57,6 +57,8 @@ def check_model(model: nn.Module, pooling: str) -> None:
         UserError: If llama.cpp does not support the model.
     """
     config: Any = model.config
+    # llama.cpp only implements the published architecture. It would load other models without an
+    # error and compute wrong outputs.
     for name, supported in (
         ("position_embedding_type", "rope"),
         ("norm_type", "rms"),
@@ -79,6 +81,7 @@ def check_model(model: nn.Module, pooling: str) -> None:
                     f"{_REMEDY}"
                 )
 
+    # The graph of llama.cpp computes dense, tanh and classifier on the first token.
     if _has_classifier(model):
         if config.classifier_pooling != "cls":
             raise UserError(
@@ -116,6 +119,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     names = gguf.MODEL_TENSOR
     tensors: dict[str, np.ndarray] = {}
 
+    # The package knows the names of the architecture: blk.0.attn_norm for layer 0, for example.
     def put(
         tensor: gguf.MODEL_TENSOR,
         parameter: torch.Tensor,
@@ -176,6 +180,7 @@ def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str
     """
     config = model.config
     blocks = model.base_model.transformer_encoder
+    # The sizes of the model, under keys such as neo-bert.context_length.
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -191,6 +196,7 @@ def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str
     _describe_rope(writer, config)
 
     if _has_classifier(model):
+        # With this type, llama.cpp computes the classifier, for rerankers and other heads.
         writer.add_pooling_type(gguf.PoolingType.RANK)
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
         writer.add_classifier_output_labels(labels)
@@ -235,6 +241,8 @@ def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> No
     Raises:
         UserError: If the tokenizer is not that of BERT.
     """
+    # llama.cpp treats the types differently: control tokens are added around a text, user-defined
+    # tokens are matched before the text is split into words, and normal ones are parts of words.
     lowercase, strip_accents = _bert_normalizer(tokenizer)
     special_ids = set(tokenizer.all_special_ids)
     added_ids = tokenizer.get_added_vocab().values()
@@ -266,6 +274,7 @@ def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> No
     ):
         if token_id is not None:
             add_id(token_id)
+    # The writer has no method for this key.
     writer.add_uint32("tokenizer.ggml.cls_token_id", tokenizer.cls_token_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
@@ -279,6 +288,7 @@ def _to_sentencepiece(token: str) -> str:
     """Return a WordPiece token in the notation of llama.cpp."""
     if token.startswith("##") and len(token) > 2:
         return token[2:]
+    # Tokens in brackets, such as [PAD] and [unused0], are not words.
     if token.startswith("[") and token.endswith("]") and len(token) > 2:
         return token
     return f"\u2581{token}"
@@ -338,6 +348,7 @@ def new_writer(
     Raises:
         UserError: If GGUF does not support the tokenizer.
     """
+    # The path is None because `write_tensors` passes it.
     check_vocabulary(tokenizer, model, name)
     writer = gguf.GGUFWriter(None, ARCHITECTURE)
     writer.add_name(name)
@@ -375,6 +386,7 @@ def write_tensors(writer: gguf.GGUFWriter, path: str | Path, model: Any, dtype: 
             )
         writer.add_tensor(name, gguf.quantize(array, storage_type), raw_dtype=storage_type)
 
+    # The sections of the file must be written in this order.
     with contextlib.closing(writer):
         writer.write_header_to_file(Path(path))
         writer.write_kv_data_to_file()
@@ -401,6 +413,7 @@ def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> floa
         raise UserError(f"{path} must be a GGUF file: {one_line(error)}.") from error
     _check_keys(path, reader, writer)
 
+    # Every tensor of the model must be there. Further ones, such as a decoder, have no effect.
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     worst = 0.0
     for name, exact in tensors_of(model).items():
@@ -424,6 +437,7 @@ def _check_keys(path: str | Path, reader: gguf.GGUFReader, writer: gguf.GGUFWrit
     Raises:
         UserError: If a key differs.
     """
+    # The writer holds one dictionary of keys per file of a split model.
     for key, expected in writer.kv_data[0].items():
         field = reader.get_field(key)
         is_about_file = key.startswith(("general.", "neobert.")) and key != "general.architecture"

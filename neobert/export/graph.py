@@ -29,6 +29,7 @@ class Graph(nn.Module):
 
     def __init__(self, source: SourceModel, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        # The model of the source stays in float32: other precisions are traced from it, too.
         self.model = source.model
         if dtype != torch.float32:
             self.model = copy.deepcopy(source.model).to(dtype)
@@ -47,6 +48,7 @@ class Graph(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the outputs for input_ids and attention_mask of shape (B, L)."""
+        # Exporters support tuples of tensors only, and every engine has float32 outputs.
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask)
         if self.pooling is None:
             return tuple(outputs[name].float() for name in self.outputs)
@@ -61,6 +63,7 @@ def example_inputs() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         int64 tensors of shape (2, 9) by name, with padding in the second row, and the dimensions
         {name: {axis: dimension}}.
     """
+    # A size of 1 would be traced as a constant. Padding keeps the mask in the graph.
     input_ids = torch.ones(2, 9, dtype=torch.long)
     attention_mask = torch.ones(2, 9, dtype=torch.long)
     attention_mask[1, 5:] = 0
@@ -71,7 +74,7 @@ def example_inputs() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings and logs of exporters, which are for their developers."""
+    """Silence the warnings and logs of exporters, which address their developers."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

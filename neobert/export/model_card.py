@@ -41,6 +41,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
         target: "onnx" or "openvino".
         files: Exported graphs by the name of the file without its suffix.
     """
+    # The Hub files a model under its task and library, and finds it by its tags.
     task = source.head.pipeline_tag
     tags = ["neobert", "custom_code", target]
     if source.pooling is not None:
@@ -49,7 +50,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
     library = "transformers.js" if target == "onnx" else "openvino"
     suffix = "onnx" if target == "onnx" else "xml"
 
-    # Graphs of masked language models have no token states to compare.
+    # Heads with a few labels have no vector per token to compare, so that the cell is empty.
     rows = []
     for stem, file in files.items():
         token = "" if file.token is None else f"{file.token:.6f}"
@@ -73,10 +74,12 @@ def _snippets(
     source: SourceModel, name: str, target: str, files: Mapping[str, GraphFile]
 ) -> Iterator[_Snippet]:
     """Yield the snippets of the libraries that load the folder."""
+    # A literal of JSON is also one of JavaScript and Python.
     quoted_name = json.dumps(printable(name), ensure_ascii=False)
     pooling = source.pooling
 
     if target == "onnx":
+        # The pipeline of transformers.js has no Dense layers and only these modes of pooling.
         options = ""
         if pooling is not None and pooling.mode in ("mean", "cls") and not pooling.dense:
             normalize = json.dumps(pooling.normalize)
@@ -94,6 +97,7 @@ def _snippets(
         yield _Snippet("transformers.js", "js", lines)
 
     if pooling is not None:
+        # Without this file, OpenVINO may compute in bfloat16.
         options = ""
         if target == "openvino":
             path = json.dumps(f"{printable(name)}/openvino/ov_config.json", ensure_ascii=False)

@@ -77,6 +77,7 @@ def _build_graph(source: SourceModel, precision: str) -> "onnx.ModelProto":
 
     if precision == "fp16":
         return _trace(Graph(source, torch.float16))
+    # The weights of int8 and q4 are quantized in the graph, which is traced in float32.
     if precision == "int8":
         return int8(_trace(Graph(_smooth(source))))
     graph = _trace(Graph(source))
@@ -88,6 +89,7 @@ def _smooth(source: SourceModel) -> SourceModel:
 
     Outliers would determine the scale of a token, and other values would lose their precision.
     """
+    # The other precisions are traced from the unchanged model.
     model = copy.deepcopy(source.model)
     for encoder in encoders_of(model):
         smooth(encoder)
@@ -140,6 +142,7 @@ def _write(graph: "onnx.ModelProto", path: Path) -> bool:
     """
     import onnx
 
+    # The nodes and names of a graph take less than the margin of `LARGEST_FILE`.
     is_large = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
     if is_large:
         onnx.save_model(
@@ -177,6 +180,7 @@ def _load_runner(path: Path) -> Runner:
     unused_inputs = {graph_input.name for graph_input in session.get_inputs()} - set(INPUTS)
 
     def run(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
+        # ONNX Runtime requires all inputs, also those that no node reads.
         feed = {"input_ids": input_ids.numpy(), "attention_mask": attention_mask.numpy()}
         for name in unused_inputs:
             feed[name] = torch.zeros_like(input_ids).numpy()

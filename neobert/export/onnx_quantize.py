@@ -53,6 +53,7 @@ def q4(model: "onnx.ModelProto") -> "onnx.ModelProto":
     """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
+    # `accuracy_level` 4 lets kernels quantize the inputs to int8; the graph has 4-bit weights only.
     _rewrite(model, None)
     excluded = [
         node.name for node, weight in _linear_layers(model) if weight.shape[1] < _MIN_OUTPUTS
@@ -86,6 +87,7 @@ def _matrices(model: "onnx.ModelProto") -> dict[str, np.ndarray]:
 def _linear_layers(model: "onnx.ModelProto") -> list[tuple["onnx.NodeProto", np.ndarray]]:
     """Return the products with a constant matrix: node, and matrix of shape (inputs, outputs)."""
     matrices = _matrices(model)
+    # Products of two activations, as in attention, have no constant input.
     return [
         (node, matrices[node.input[1]])
         for node in model.graph.node
@@ -106,6 +108,7 @@ def _rewrite(
     nodes: list[onnx.NodeProto] = []
     tensors: dict[str, np.ndarray] = {}
     for node in graph.node:
+        # Nodes of other operations stay as they are. A Gather from a matrix is an embedding.
         replacement = _Replacement([node], {})
         weight = linear_layers.get(node.name)
         if node.op_type == "Gather" and node.input[0] in matrices:
@@ -127,6 +130,7 @@ def _rewrite(
     _replace(graph.initializer, [tensor for tensor in constants if tensor.name in inputs])
     _replace(graph.value_info, [value for value in graph.value_info if value.name in names])
 
+    # The domain of MatMulIntegerToFloat and of the 4-bit products.
     if not any(opset.domain == "com.microsoft" for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return model
@@ -134,6 +138,7 @@ def _rewrite(
 
 def _replace(field: Any, items: Iterable[Any]) -> None:
     """Replace the items of a repeated field of protobuf, which may be among the new ones."""
+    # `del` frees the items of protobuf, so that new items must be copies.
     copies = [copy.deepcopy(item) for item in items]
     del field[:]
     field.extend(copies)
@@ -165,6 +170,7 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
     rows, scales = _steps(table, 1, 127)
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
+        # Type 1 is FLOAT of TensorProto.
         helper.make_node("Cast", [f"{name}_row"], [f"{name}_float"], name=f"{name}_float", to=1),
         helper.make_node(
             "Gather", [f"{name}_scales", ids], [f"{name}_scale"], name=f"{name}_scale"
@@ -200,6 +206,8 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
     def make(op_type: str, inputs: list[str], result: str, **attributes: Any) -> "onnx.NodeProto":
         return helper.make_node(op_type, inputs, [result], name=result, **attributes)
 
+    # ReduceMax over the last axis gives the scale of each token, of shape (B, L, 1). After the
+    # division all values are between -1 and 1.
     nodes = [
         make("Abs", [x], f"{name}_abs"),
         make("ReduceMax", [f"{name}_abs", "int8_last_axis"], f"{name}_largest", keepdims=1),

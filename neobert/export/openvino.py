@@ -49,6 +49,7 @@ def export(source: SourceModel, options: OpenvinoOptions) -> None:
     """
     import openvino
 
+    # One trace is enough: the precisions differ in the stored weights only.
     model = _trace(Graph(source))
     reference = Reference(source)
     with folder.new_export(source, options.model.output, "openvino") as output:
@@ -62,6 +63,7 @@ def export(source: SourceModel, options: OpenvinoOptions) -> None:
                 _compress(model)
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
 
+            # The .xml file contains the graph, and a .bin file beside it the weights.
             size = path.with_suffix(".bin").stat().st_size
             summary = f"{path.name:<35} {size / 1e6:8.1f} MB"
             run = _load_runner(path)
@@ -100,10 +102,13 @@ def _compress(model: "openvino.Model") -> None:
     import openvino
     from openvino import opset13 as ops
 
+    # A matrix becomes Constant (int8) -> Convert -> Multiply by the scales. The runtime recognizes
+    # this pattern and keeps the weights in int8.
     for node in model.get_ops():
         op_type = node.get_type_name()
         if op_type not in ("MatMul", "Gather"):
             continue
+        # Position of the matrix among the inputs. Scalars and vectors remain in float.
         position = 1 if op_type == "MatMul" else 0
         constant = node.input(position).get_source_output().get_node()
         if (
@@ -130,6 +135,7 @@ def _load_runner(path: Path) -> Runner:
     """Return a function that runs a model in OpenVINO."""
     import openvino
 
+    # The model is read from the file again, because this is what users run.
     core = openvino.Core()
     compiled = core.compile_model(core.read_model(str(path)), "CPU", OPTIONS)
     names = [output.any_name for output in compiled.outputs]

@@ -12,7 +12,7 @@ from ..conversion.heads import HeadName
 
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
-    """Model to export, and where to."""
+    """Model to export, and path of the output."""
 
     title = "Model"
 
@@ -125,7 +125,7 @@ class Targets(dict[str, OptionParser]):
 
     def help(self, argv: Sequence[str] = ()) -> str:
         """Return the help of the target in `argv`, or the list of the targets."""
-        # `export TARGET --help` shows the options of one target.
+        # `export TARGET --help` prints the options of one target.
         for target, parser in self.items():
             if target in argv:
                 return parser.help()

@@ -61,6 +61,7 @@ class Pooling:
         Returns:
             Embeddings of shape (B, D).
         """
+        # Modules of sentence-transformers read a dictionary and add their outputs to it.
         features = {"token_embeddings": hidden, "attention_mask": mask}
         for module in self.modules:
             features = module(features)
@@ -179,6 +180,7 @@ def _read_modules(folder: Path) -> list[_Module]:
     path = folder / "modules.json"
     if not path.is_file():
         return []
+    # The class is the last part of a path such as sentence_transformers.models.Pooling.
     modules = [
         _Module(module["path"], module["type"].rpartition(".")[2]) for module in read_json(path)
     ]
@@ -201,6 +203,7 @@ def _load_pooling(folder: Path, modules: Sequence[_Module]) -> Pooling:
     config = read_json(folder / modules[1].path / "config.json")
     loaded: list[nn.Module] = []
     for module in modules[1:]:
+        # Normalize has neither settings nor weights.
         if module.class_name == "Normalize":
             instance = models.Normalize()
         else:
@@ -237,7 +240,7 @@ def _load_source(
         UserError: If the model cannot be read, is not a NeoBERT, or its parts do not fit.
     """
     model_path = Path(options.folder)
-    # The default head of a folder of sentence-transformers is none.
+    # A sentence encoder is exported without its head: its modules read the hidden states.
     head, model = _load_model(folder, options.head or ("base" if modules else None))
     config: Any = model.config
 
@@ -252,6 +255,7 @@ def _load_source(
         raise UserError(
             "`--tokenizer` must be a directory, got none. An export contains its tokenizer."
         )
+    # The tokenizer is rewritten without code, truncation and padding, as in a conversion.
     tokenizer_folder = scratch / "written-tokenizer"
     tokenizer_folder.mkdir()
     write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, max_length)
@@ -261,8 +265,10 @@ def _load_source(
     prompts_path = model_path / "config_sentence_transformers.json"
     if modules and prompts_path.is_file():
         prompts = read_json(prompts_path).get("prompts") or {}
+    # With another head, hidden states are no output, so that there is nothing to pool.
     pooling = _load_pooling(model_path, modules) if modules and head.option == "base" else None
 
+    # The Hub lists models with the relation "quantized" below their base model.
     metadata = license_metadata(card.license, read_card(model_path))
     metadata |= base_model_metadata(card.base_model, relation="quantized")
     return SourceModel(
@@ -298,6 +304,8 @@ def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Mo
         if head.has_choices:
             raise UserError("multiple-choice models cannot be exported: no engine supports them.")
         model_class: Any = head.model_class
+        # The weights of a Hub folder are untrusted, so that pickles are never loaded. SDPA is the
+        # attention that exporters can trace.
         model, report = model_class.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -305,6 +313,7 @@ def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Mo
             attn_implementation="sdpa",
             output_loading_info=True,
         )
+        # transformers would initialize missing tensors with random values.
         missing = sorted(str(name) for name in report["missing_keys"])
         if missing:
             raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(missing, 5)}.")
@@ -313,7 +322,7 @@ def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Mo
     except Exception as error:  # Damaged files can raise any exception.
         raise UserError(f"the model in {folder} cannot be loaded: {one_line(error)}.") from error
 
-    # Engines trace padded batches.
+    # Graphs are traced with padded batches: unpadding depends on the values of the mask.
     model.config.unpad_inputs = False
     model.eval().requires_grad_(False)
     return head, model
