@@ -16,6 +16,7 @@ from conversion_neobert import MAPPINGS
 
 
 PACKAGE = "transformers.models.neobert"
+# Native classes by the name of their mapping in transformers' auto classes.
 HEADS = {
     "MODEL": "NeoBertModel",
     "MODEL_FOR_MASKED_LM": "NeoBertForMaskedLM",
@@ -32,6 +33,7 @@ def load() -> types.ModuleType:
     if name in sys.modules:
         return sys.modules[name]
 
+    # A package whose modules are searched for in this directory.
     package = types.ModuleType(PACKAGE)
     sys.modules[PACKAGE] = package
     package.__path__ = [str(Path(__file__).parent)]
@@ -42,10 +44,13 @@ def load() -> types.ModuleType:
         # A mapping of a user would also apply to other classes with this model_type.
         conversion_mapping.USER_REGISTERED_MAPPINGS.discard(key)
 
+    # `from transformers import NeoBertModel` works as with a native model.
     for public in module.__all__:
         setattr(sys.modules["transformers"], public, getattr(module, public))
+
     configuration_auto.CONFIG_MAPPING.register("neobert", module.NeoBertConfig, exist_ok=True)
     for mapping, head in HEADS.items():
+        # The names are used by pipelines and tests, and the mappings by the auto classes.
         getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")["neobert"] = head
         auto_map = getattr(modeling_auto, f"{mapping}_MAPPING")
         auto_map.register(module.NeoBertConfig, getattr(module, head), exist_ok=True)

@@ -31,11 +31,15 @@ def main() -> int:
     packages = upstream_tests.fetch_packages(cache).resolve()
     paths = [str(HERE), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+    # The arguments of the command line, such as -k, apply to both suites.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+
     with tempfile.TemporaryDirectory() as scratch:
         # Lay out the tests as in a clone of transformers.
         folder = Path(scratch).resolve()
         upstream_tests.unpack_tests(upstream_tests.fetch_archive(cache), folder)
+
         target = folder / "tests" / "models" / "neobert"
         target.mkdir(parents=True)
         for name in ("models/__init__.py", "models/neobert/__init__.py"):
@@ -46,15 +50,16 @@ def main() -> int:
         (folder / "conftest.py").write_text(CONFTEST)
         (folder / "pytest.ini").write_text("[pytest]\n")
 
+        # (working directory, arguments); os.devnull keeps pytest from reading this repository's configuration.
         runs = [
             (ROOT, [str(HERE / "tests" / "test_equality.py"), "-c", os.devnull]),
             (folder, [str(target / test.name)]),
         ]
-        codes = [
-            subprocess.run([*pytest, *arguments, *sys.argv[1:]], cwd=where, env=environment)
-            for where, arguments in runs
-        ]
-    return max(code.returncode for code in codes)
+        codes = []
+        for directory, arguments in runs:
+            command = [*pytest, *arguments, *sys.argv[1:]]
+            codes.append(subprocess.run(command, cwd=directory, env=environment).returncode)
+    return max(codes)
 
 
 if __name__ == "__main__":

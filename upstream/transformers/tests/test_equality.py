@@ -45,6 +45,7 @@ def build(head, folder, **fields):
     ours = getattr(neobert, f"NeoBERT{head}")(config).eval()
     with torch.no_grad():
         for weight in ours.parameters():
+            # Norms of 1 and biases of 0 would hide a wrong assignment.
             weight.add_(0.02 * torch.randn_like(weight))
     ours.save_pretrained(folder)
     return ours
@@ -63,9 +64,11 @@ def batch(head, vocabulary, padding_side="right"):
     """Return four texts of 12, 7, 5 and 1 tokens, with labels for the head."""
     lengths = torch.tensor([12, 7, 5, 1])
     mask = (torch.arange(12) < lengths[:, None]).long()
-    mask = mask.flip(1) if padding_side == "left" else mask
+    if padding_side == "left":
+        mask = mask.flip(1)
     ids = torch.randint(1, vocabulary, (4, 12)) * mask
     inputs = {"input_ids": ids, "attention_mask": mask}
+
     if head == "ForMultipleChoice":
         inputs = {name: value.view(2, 2, 12) for name, value in inputs.items()}
         return {**inputs, "labels": torch.tensor([1, 0])}
@@ -80,7 +83,7 @@ def batch(head, vocabulary, padding_side="right"):
     return {**inputs, "labels": labels}
 
 
-def real(output, mask):
+def non_padding(output, mask):
     """Return the outputs without those at padding tokens, which are unspecified."""
     return output[mask.bool()] if output.shape[:2] == mask.shape else output
 
@@ -89,11 +92,12 @@ def assert_equal(outputs, mask):
     """Check that the outputs of two models at non-padding tokens differ by at most 1e-5."""
     names = {"last_hidden_state", "logits", "start_logits", "end_logits", "loss"} & outputs[0].keys()
     for name in names:
-        first, second = (real(output[name], mask) for output in outputs)
+        first, second = (non_padding(output[name], mask) for output in outputs)
         assert torch.allclose(first, second, atol=1e-5, rtol=0), (name, (first - second).abs().max())
 
 
 def compare(ours, theirs, head="Model", padding_side="right"):
+    """Check that two models have equal outputs on one batch, and return the batch and the outputs."""
     inputs = batch(head, ours.config.vocab_size, padding_side)
     outputs = [model(**inputs) for model in (ours, theirs)]
     assert_equal(outputs, inputs["attention_mask"])
@@ -104,13 +108,15 @@ def compare(ours, theirs, head="Model", padding_side="right"):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("head", HEADS)
 def test_outputs_and_gradients_are_equal(head, shape, padding_side, tmp_path):
-    ours, theirs = build(head, tmp_path, **SHAPES[shape]), read(head, tmp_path)
+    ours = build(head, tmp_path, **SHAPES[shape])
+    theirs = read(head, tmp_path)
     inputs, outputs = compare(ours, theirs, head, padding_side)
     for output in outputs:
         loss = output.get("loss")
         if loss is None:
-            loss = real(output.last_hidden_state, inputs["attention_mask"]).square().mean()
+            loss = non_padding(output.last_hidden_state, inputs["attention_mask"]).square().mean()
         loss.backward()
+
     # Convert the gradients of the native weights to the published names and layouts.
     gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
     gradients = revert_weight_conversion(theirs, gradients)
@@ -133,13 +139,14 @@ def test_golden_outputs():
     mask = expected["attention_mask"]
     logits = read("ForMaskedLM", GOLDEN)(expected["input_ids"], mask).logits
     # The noise of the reference is about 1.5e-5.
-    assert torch.allclose(real(logits, mask), real(expected["logits"], mask), atol=5e-5, rtol=0)
+    assert torch.allclose(non_padding(logits, mask), non_padding(expected["logits"], mask), atol=5e-5, rtol=0)
 
 
 @torch.no_grad()
 def test_the_bundled_checkpoint_and_back(checkpoint, tmp_path):
     """Trained weights; the decoder is tied to the embedding."""
-    ours, theirs = neobert.NeoBERTForMaskedLM.from_pretrained(checkpoint), read("ForMaskedLM", checkpoint)
+    ours = neobert.NeoBERTForMaskedLM.from_pretrained(checkpoint)
+    theirs = read("ForMaskedLM", checkpoint)
     compare(ours, theirs, "ForMaskedLM")
     theirs.save_pretrained(tmp_path)
     assert_same_weights(checkpoint, tmp_path)
@@ -153,6 +160,7 @@ def test_the_bundled_encoder():
 
 
 def assert_same_weights(*folders):
+    """Check that the weight files of two folders have the same names and bits."""
     before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -196,8 +204,10 @@ def test_old_configurations(fields, tmp_path):
     old = {name: value for name, value in ours.config.to_dict().items() if name in names}
     old |= {"model_type": "neobert", "hidden_act": "SwiGLU", "max_length": 256, "rope": True, **fields}
     (tmp_path / "config.json").write_text(json.dumps(old))
+
     theirs = read(head, tmp_path)
     compare(ours, theirs, head)
+
     theirs.config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["max_position_embeddings"] == 256 and "max_length" not in saved
