@@ -569,7 +569,7 @@ def _name_and_version(package: str, path: Path) -> str:
 def is_good(text: str, min_words: int) -> bool:
     """Return whether a text is English prose of the right length."""
     words = text.lower().split()
-    # Short texts may contain no frequent word by chance.
+    # A short text may happen to contain no frequent word.
     is_english = len(words) < 15 or sum(word in COMMON for word in words) > len(words) / 16
     is_ascii = len(text.encode("ascii", "ignore")) > 0.97 * len(text)
     fits = min_words <= len(words) <= MAX_WORDS and len(text) < 12 * len(words) + 20

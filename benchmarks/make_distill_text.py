@@ -296,7 +296,7 @@ def held_out_definitions() -> set[str]:
     """Return the normal forms of the definitions that the local tasks ask about.
 
     The set also contains the parts of a definition between semicolons. Forms of up to three words
-    are omitted, because other texts contain them by chance.
+    are omitted, because other texts may happen to contain them.
     """
     forms = set()
     for synset in read_synsets():
