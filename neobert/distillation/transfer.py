@@ -401,7 +401,7 @@ class BlockTransfer:
             hidden = self.stream[number]
             with torch.autocast(device, torch.bfloat16, enabled=bf16):
                 query, key, value = self._project(hidden)
-                logits = query.float() @ key.float().mT * block.scaling
+                logits = query @ key.mT * block.scaling
                 output = block.wo(_merge(logits.softmax(-1).to(value.dtype) @ value))
                 states = hidden + output
                 states = states + block.ffn(_normalize(states))
