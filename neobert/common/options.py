@@ -297,10 +297,11 @@ class OptionParser(Generic[OptionsT]):
         """Add the options of Trainer: the common ones with their help, the others without."""
         if self.trainer_defaults is None:
             return
+        fields = self.fields
         section = parser.add_argument_group("Training")
         for name, (metavar, text) in TRAINER_HELP.items():
             # A command may define an option of Trainer itself, with its own help and bounds.
-            if name in self.fields:
+            if name in fields:
                 continue
             default = self.trainer_defaults.get(name)
             if default not in (None, ""):
@@ -309,7 +310,7 @@ class OptionParser(Generic[OptionsT]):
 
         # The other options of Trainer are accepted, and only listed at the end of the help.
         for name in hints:
-            if name not in self.fields and name not in TRAINER_HELP:
+            if name not in fields and name not in TRAINER_HELP:
                 settings = _argparse_settings(hints[name], None)
                 settings["help"] = argparse.SUPPRESS
                 parser.add_argument(_dashed(name), dest=name, **settings)
@@ -318,9 +319,10 @@ class OptionParser(Generic[OptionsT]):
         """Return the list of Trainer's other options, or None for commands that do not train."""
         if self.trainer_defaults is None:
             return None
+        described = {*TRAINER_HELP, *_SET_BY_COMMANDS, *self.fields}
         others = []
         for name in _trainer_option_names():
-            if name not in (*TRAINER_HELP, *_SET_BY_COMMANDS, *self.fields):
+            if name not in described:
                 default = self.trainer_defaults.get(name)
                 others.append(f"{_dashed(name)}={default}" if default else _dashed(name))
         return (

@@ -12,7 +12,7 @@ from neobert import NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
 
 
-# Otherwise OpenVINO's converter sends usage figures to Intel.
+# Otherwise OpenVINO's converter sends usage data to Intel.
 os.environ["CI"] = "true"
 
 
