@@ -57,6 +57,8 @@ def write_distributed(folder, engine):
     command = [*start, str(writer), str(folder), engine]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
+    # A process that aborts prints where it was.
+    environment["PYTHONFAULTHANDLER"] = "1"
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
     return folder
