@@ -43,6 +43,7 @@ from .model_card import write_card
 from .options import OPTIONS, DistillOptions
 from .student import (
     STORED_AS,
+    balance_student,
     build_student,
     embed_single_tokens,
     fit_token_embeddings,
@@ -343,7 +344,9 @@ class Distillation:
         uncompile_blocks(student[0].auto_model)
         options = self.options.student
 
-        save_student(student.to("cpu"), folder, options.dtype, options.embedding_dtype)
+        student.to("cpu")
+        balance_student(student, self.texts.train)
+        save_student(student, folder, options.dtype, options.embedding_dtype)
         # The student is loaded as users will load it, so that the figures include the storage in
         # float16 or float8.
         stored = load_sentence_transformer(str(folder), self.training.device)

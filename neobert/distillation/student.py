@@ -19,6 +19,7 @@ from ..common.pooling import save_for_all_versions
 from ..configuration_neobert import NeoBERTConfig
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..modeling_neobert import NeoBERTModel
+from ..quantization.smoothing import balance, encoders_of
 from .options import ModelOptions, StudentOptions
 
 
@@ -34,6 +35,8 @@ STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
 RIDGE = 0.02
 ROUNDS = 5
 TINY = 1e-12
+# Maximum number of texts that `balance_student` observes.
+BALANCE_TEXTS = 256
 
 
 def build_student(
@@ -284,6 +287,22 @@ def take_embeddings(
     # The student trains on the values that its saved embeddings will have.
     target.copy_(table[: len(target)].to(storage).float())
     model.layer_norm.weight[spare] = 0
+
+
+def balance_student(student: SentenceTransformer, texts: Sequence[str]) -> None:
+    """Scale the channels of a student for int8, see `quantization.smoothing.balance`.
+
+    The embeddings do not change, because all factors are powers of two.
+
+    Args:
+        student: Student.
+        texts: Training texts, of which at most `BALANCE_TEXTS` are used.
+    """
+    # Every n-th text, because the texts of several files are in the order of the files.
+    texts = texts[:: len(texts) // BALANCE_TEXTS + 1]
+    for encoder in encoders_of(student):
+        # One text at a time, because the values of padding would be observed, too.
+        balance(encoder, lambda: student.encode(list(texts), batch_size=1, show_progress_bar=False))
 
 
 def save_student(

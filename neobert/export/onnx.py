@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line
-from ..quantization.outliers import encoders_of, smooth
+from ..quantization.smoothing import encoders_of, smooth
 from . import folder
 from .check import Precision, Reference, Runner
 from .graph import INPUTS, Graph, example_inputs, quiet

@@ -28,8 +28,8 @@ from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import ZERO, pack_weight, product, weight_steps
-from .outliers import encoders_of, linear_layers, random_token_states, smooth
 from .packed_linear import number_of_rows
+from .smoothing import encoders_of, linear_layers, random_token_states, smooth
 
 
 Model = TypeVar("Model", bound=nn.Module)

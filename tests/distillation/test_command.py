@@ -70,6 +70,7 @@ from neobert.distillation.student import (
     take_embeddings,
 )
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.quantization import smoothing
 from neobert.training.checkpoints import remove_checkpoints
 
 
@@ -603,6 +604,17 @@ def test_the_folder_is_complete_and_small(finished):
         figures["agreement"][-1]["validation_cosine"], abs=0.02
     )
     assert not (folder / "checkpoints").exists(), "a finished run needs no checkpoints"
+
+
+def test_the_channels_of_a_saved_student_are_balanced(finished):
+    """Their factors are 1, except for the rounding of the weights in float8."""
+    student = SentenceTransformer(str(finished[0]), trust_remote_code=True, device="cpu")
+    encoder = student[0].auto_model
+    largest = smoothing.observe_inputs(encoder, lambda: student.encode(TEXTS, batch_size=1))
+    assert len(largest) == 4 * len(encoder.transformer_encoder)
+    for layer, values in largest.items():
+        factors = smoothing.balanced_factors(layer, values)
+        assert (factors == 1).float().mean() > 0.8 and factors.log2().abs().max() <= 1
 
 
 def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatch):

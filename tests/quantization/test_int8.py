@@ -19,7 +19,7 @@ from neobert.attention_neobert import Packing
 from neobert.common.errors import UserError
 from neobert.common.packing import compile_blocks, pack
 from neobert.embeddings.packed_encoder import PackedEncoder
-from neobert.quantization import int8, int8_product, outliers
+from neobert.quantization import int8, int8_product, smoothing
 
 
 ENCODER = "examples/sentence-encoder"
@@ -154,7 +154,7 @@ def test_outliers_alone_are_smoothed_by_powers_of_two():
     largest = torch.rand(64) + 1
     largest[3], largest[9] = 80, 80
     largest[20], largest[21] = (times * largest.median() for times in (7.5, 8.5))
-    factors = outliers.factors(layer, largest)
+    factors = smoothing.factors(layer, largest)
     assert factors[3] == 8 and factors[9] == 32  # sqrt(80 / 1.5); sqrt(80 / 1.5 * 16)
     assert factors[20] == 1 and factors[21] > 1, "an outlier is 8 times the median"
     assert (factors == 1).sum() == 61
@@ -169,7 +169,7 @@ def test_factors_by_hand():
     layer = nn.Linear(7, 3, bias=False)
     nn.init.constant_(layer.weight, 2**-4)
     largest = torch.tensor([1.0, 1, 1, 64, 1, 1, 1])
-    assert outliers.factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
+    assert smoothing.factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
 
 
 def test_the_bundled_encoder_is_near(bundled_pair):
@@ -231,12 +231,19 @@ def with_outliers(where):
     return model
 
 
+def observed(model):
+    """Largest inputs of the linear layers for random tokens, and their hidden states."""
+    states = []
+    run = lambda: states.append(smoothing.random_token_states(model))  # noqa: E731
+    return smoothing.observe_inputs(model, run), states[0]
+
+
 @pytest.mark.parametrize("where", OUTLIERS)
 def test_smoothing_changes_no_bit_of_the_hidden_states(where):
     model = with_outliers(where)
-    largest, exact = outliers.largest_inputs(model)
-    outliers.smooth(model)
-    after, hidden = outliers.largest_inputs(model)
+    largest, exact = observed(model)
+    smoothing.smooth(model)
+    after, hidden = observed(model)
     assert torch.equal(hidden, exact)
 
     def spread(largest):
@@ -252,12 +259,45 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
     with torch.no_grad():
         block.attention_norm.weight[3], block.attention_norm.bias[5] = 90, 90
         block.ffn[0].weight[7] *= 300  # what `down` reads is behind a function of its own
-    largest, exact = outliers.largest_inputs(model)
+    largest, exact = observed(model)
     down = block.ffn[2].weight.clone()
-    outliers.smooth(model)
-    after, hidden = outliers.largest_inputs(model)
+    smoothing.smooth(model)
+    after, hidden = observed(model)
     assert torch.equal(hidden, exact) and torch.equal(block.ffn[2].weight, down)
     assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
+
+
+def test_balanced_factors_by_hand():
+    """max^0.6 / norm^0.4 relative to the median channel: (2^10)^0.6 of a large input, (2^-10)^-0.4
+    of a small column with the norm 2^-10 * sqrt(4), and 2^8 at most."""
+    layer = nn.Linear(7, 4, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    layer.weight.data[:, 5] = 2.0**-10
+    largest = torch.tensor([1.0, 1, 1, 2.0**10, 2.0**20, 1, 1])
+    factors = smoothing.balanced_factors(layer, largest)
+    assert factors.tolist() == [1, 1, 1, 2**6, 2**8, 2**4, 1]
+
+
+def test_balancing_changes_no_bit_and_brings_int8_nearer():
+    """Channels of the feed-forward of different sizes, none of which is an outlier for `smooth`."""
+    model = with_outliers("values")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for block in model.transformer_encoder:
+            size = block.ffn.w3.in_features
+            scales = torch.randn(size, generator=generator).mul(1.5).exp2()
+            block.ffn.w12.weight[size:] *= scales[:, None]
+            block.ffn.w3.weight /= scales
+    sequences = drawn(20, vocabulary=400)
+    hidden, texts = outputs(model, sequences)
+    with pytest.warns(UserWarning, match="the int8 model differs"):
+        before = outputs(quantize_int8(copy.deepcopy(model)), sequences)[1]
+
+    smoothing.balance(model, lambda: outputs(model, sequences))
+    same, _ = outputs(model, sequences)
+    after = outputs(quantize_int8(copy.deepcopy(model)), sequences)[1]
+    assert torch.equal(same, hidden)
+    assert cosines(before, texts).min() < 0.985 and cosines(after, texts).min() > 0.998
 
 
 @pytest.mark.parametrize("where", OUTLIERS)
@@ -270,7 +310,7 @@ def test_outliers_of_50_times_the_rest_hold(where):
 
 
 def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
-    monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
+    monkeypatch.setattr(smoothing, "TIMES", 1e9)  # nothing is smoothed
     with pytest.warns(UserWarning, match=r"cosine similarity of 256 random tokens is 0\.[0-8]"):
         quantize_int8(with_outliers("norms"))
 

@@ -1,0 +1,185 @@
+"""Smoothing of channels before the activations of a token share one int8 scale.
+
+SmoothQuant (arXiv 2211.10438): a channel is divided where it is computed, in a norm or in the rows
+of a linear layer, and the columns that read it are multiplied. The factors are powers of two, so
+the outputs of the model stay bit-identical.
+
+`smooth` needs no texts and changes outliers only. `balance` observes texts and changes all
+channels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.measures import one_thread
+from ..modeling_neobert import NeoBERTModel
+
+
+# Channels whose largest value exceeds this multiple of that of the median channel are outliers.
+TIMES = 8
+
+# Of `balance`: the share of the difference between channels that the weights get, and the largest
+# exponent of a factor.
+ALPHA = 0.6
+LARGEST_POWER = 8
+
+# Number and length of the random texts that the activations are observed on.
+_TEXTS = 4
+_LENGTH = 64
+_SMALLEST = 1e-30
+
+
+def encoders_of(model: nn.Module) -> list[Any]:
+    """Return every `NeoBERTModel` in a model, which may be one itself.
+
+    They are identified by the name of the class, because the code may come from the directory of
+    the model.
+    """
+    return [module for module in model.modules() if type(module).__name__ == NeoBERTModel.__name__]
+
+
+def linear_layers(block: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+    """Return (qkv, wo, up, down), the linear layers of a `NeoBERTBlock`."""
+    ffn = block.ffn
+    if block.config.hidden_act == "swiglu":
+        return block.qkv, block.wo, ffn.w12, ffn.w3
+    # The feed-forward of the GELU ablation is a Sequential of linear, activation, linear.
+    return block.qkv, block.wo, ffn[0], ffn[2]
+
+
+@torch.no_grad()
+def random_token_states(encoder: Any) -> torch.Tensor:
+    """Return the hidden states of a `NeoBERTModel` for random tokens, (4, 64, D).
+
+    The forward pass runs on one thread, so that every process gets the same values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length = min(_LENGTH, encoder.config.max_position_embeddings)
+    tokens = torch.randint(encoder.config.vocab_size, (_TEXTS, length), generator=generator)
+    with one_thread():
+        return encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
+
+
+def observe_inputs(encoder: Any, run: Callable[[], Any]) -> dict[nn.Module, torch.Tensor]:
+    """Observe the inputs of the linear layers of a `NeoBERTModel`.
+
+    Args:
+        encoder: Model.
+        run: Function that runs the model, once or on several batches.
+
+    Returns:
+        {linear layer of a block: (K,) largest absolute values of its inputs}.
+    """
+    largest: dict[nn.Module, torch.Tensor] = {}
+
+    def observe(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        values = inputs[0].flatten(0, -2).abs().amax(0).float()
+        largest[layer] = torch.maximum(largest[layer], values) if layer in largest else values
+
+    layers = [layer for block in encoder.transformer_encoder for layer in linear_layers(block)]
+    hooks = [layer.register_forward_pre_hook(observe) for layer in layers]
+    try:
+        run()
+        return largest
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that divide the inputs of a layer and multiply its columns, (K,).
+
+    Equation 4 of SmoothQuant with alpha = 1/2 for outliers, because the largest channel of a token
+    determines its scale. The factor of every other channel is 1.
+
+    Args:
+        layer: Linear layer.
+        largest: (K,) largest absolute values of its inputs.
+    """
+    columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
+    # log2 of sqrt(largest / columns), rounded below to an integer for a power of two. The median
+    # ratio is that of the other channels, whose factor is 1.
+    ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
+    ratio = torch.where(largest > TIMES * largest.median(), ratio - ratio.median(), 0.0)
+    return ratio.round().clamp(-20, 20).exp2()
+
+
+@torch.no_grad()
+def smooth(encoder: Any) -> torch.Tensor:
+    """Smooth the outliers of a `NeoBERTModel` in place, and return its `random_token_states`."""
+    states: list[torch.Tensor] = []
+    # Random tokens are used, because a model comes without texts.
+    largest = observe_inputs(encoder, lambda: states.append(random_token_states(encoder)))
+    for block in encoder.transformer_encoder:
+        divide_inputs(block, [factors(layer, largest[layer]) for layer in linear_layers(block)])
+    return states[0]
+
+
+@torch.no_grad()
+def balance(encoder: Any, run: Callable[[], Any]) -> None:
+    """Scale all channels of a `NeoBERTModel` in place so that int8 changes its outputs less.
+
+    The largest channel of a token determines the rounding error of all its channels, and a column
+    of a weight multiplies the error. Linear layers whose outputs are small differences of large
+    terms, such as those of `transfer.initialize_blocks`, amplify the error most.
+
+    Args:
+        encoder: Model.
+        run: Function that runs the model on texts that are typical of its use. Random tokens do not
+            have the largest values of texts, and make int8 worse.
+    """
+    largest = observe_inputs(encoder, run)
+    for block in encoder.transformer_encoder:
+        divisors = [balanced_factors(layer, largest[layer]) for layer in linear_layers(block)]
+        divide_inputs(block, divisors)
+
+
+def balanced_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two that divide all inputs of a layer and multiply its columns, (K,).
+
+    Equation 4 of SmoothQuant with alpha = 0.6 and the norm of a column in place of its largest
+    value, because the rounding errors of a channel are multiplied by the whole column.
+
+    Args:
+        layer: Linear layer.
+        largest: (K,) largest absolute values of its inputs.
+    """
+    columns = layer.weight.float().norm(dim=0).clamp(min=_SMALLEST)
+    ratio = ALPHA * largest.clamp(min=_SMALLEST).log2() - (1 - ALPHA) * columns.log2()
+    # The stored weights may be float16, whose range the factors must not leave.
+    return (ratio - ratio.median()).round().clamp(-LARGEST_POWER, LARGEST_POWER).exp2()
+
+
+def divide_inputs(block: Any, divisors: Sequence[torch.Tensor]) -> None:
+    """Divide the inputs of the linear layers of a `NeoBERTBlock`, and multiply their columns.
+
+    Args:
+        block: Block, which is changed in place.
+        divisors: (K,) divisors of the inputs of each of `linear_layers`.
+    """
+    layers = linear_layers(block)
+    qkv, _, up, _ = layers
+    is_gated = block.config.hidden_act == "swiglu"
+    qkv_divisors, wo_divisors, up_divisors, down_divisors = divisors
+    if not is_gated:
+        # The inputs of `down` come from an activation function and not from a linear layer.
+        down_divisors = torch.ones_like(down_divisors)
+
+    # The columns are multiplied here, and their inputs are divided below where they are computed.
+    for layer, columns in zip(layers, (qkv_divisors, wo_divisors, up_divisors, down_divisors)):
+        layer.weight.mul_(columns)
+    # The parameters are the weight of a norm, and the bias of a LayerNorm.
+    for norm, columns in ((block.attention_norm, qkv_divisors), (block.ffn_norm, up_divisors)):
+        for parameter in norm.parameters():
+            parameter.div_(columns)
+
+    # The attention averages values, so that a divisor of a value is one of the input of `wo`.
+    # The rows of qkv are interleaved per head: (H, 3, K).
+    values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
+    values.div_(wo_divisors.view(block.num_heads, -1, 1))
+    if is_gated:
+        # The second half of the rows is the one that the gate multiplies.
+        up.weight[len(down_divisors) :].div_(down_divisors[:, None])
