@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,9 +206,8 @@ def encode(
 
     run: dict[str, Any] = {}
     if not all(_is_complete(file, parts) for file in files):
-        run = _encode_missing(
-            options, settings, digest, shard, files, folder, parts, progress_bar, encoder
-        )
+        missing = EncodeRun(options, settings, digest, shard, files, folder, parts)
+        run = missing.encode(progress_bar, encoder)
         # The directory is listed again, because other shards have also written parts.
         manifest = folder.read_manifest()
         parts = folder.parts(files, settings)
@@ -229,105 +229,140 @@ def encode(
     return summary
 
 
-def _encode_missing(
-    options: EncodeOptions,
-    settings: dict[str, Any],
-    digest: str,
-    shard: Shard,
-    files: Sequence[data.File],
-    folder: Folder,
-    parts: Parts,
-    progress_bar: bool,
-    encoder: "PackedEncoder | None",
-) -> dict[str, Any]:
-    """Encode the missing parts of this shard, and return the fields of `EncodeSummary` for the run.
+@dataclass(frozen=True)
+class EncodeRun:
+    """Run that encodes the missing parts of an output.
 
-    Raises:
-        UserError: If a column cannot be copied, or the model cannot be used with the options.
+    Attributes:
+        options: Options of the command.
+        settings: Options and weights that identify the output.
+        digest: Digest of the model.
+        shard: Shard of this process.
+        files: Input files.
+        folder: Directory of the parts.
+        parts: Parts that exist.
     """
-    # A column that cannot be copied is reported before the model is loaded.
-    manifest = folder.read_manifest()
-    columns = None
-    if manifest is None:
-        columns = copied_columns(options.corpus, files, options.long_texts.long_texts == "windows")
 
-    # A run with nothing left to do ends without importing torch.
-    import torch
+    options: EncodeOptions
+    settings: dict[str, Any]
+    digest: str
+    shard: Shard
+    files: Sequence[data.File]
+    folder: Folder
+    parts: Parts
 
-    from ..common.loading import choose_device, choose_dtype
-    from .parts import encode_files
+    def encode(self, progress_bar: bool, encoder: "PackedEncoder | None") -> dict[str, Any]:
+        """Encode the missing parts of this shard, and return the fields of `EncodeSummary`.
 
-    # Under a launcher, each process uses the GPU of its local rank. A shard of the option `--shard`
-    # may run on any GPU.
-    device = str(choose_device(options.inference.device))
-    if shard.count > 1 and device == "cuda" and options.inference.shard is None:
-        device = f"cuda:{shard.local % torch.cuda.device_count()}"
+        Args:
+            progress_bar: Whether to show a progress bar.
+            encoder: Encoder to use; loaded by default.
 
-    # All parts must have the same precision, so "auto" is measured only for a new output.
-    if manifest is None:
-        dtype = str(choose_dtype(options.inference.dtype, device)).removeprefix("torch.")
-    else:
-        dtype = manifest.dtype
-    corpus_encoder = _corpus_encoder(options, dtype, device, encoder)
+        Raises:
+            UserError: If a column cannot be copied, or the model cannot be used with the options.
+        """
+        manifest = self.folder.read_manifest()
+        if manifest is None:
+            corpus_encoder, manifest = self._start_output(encoder)
+        else:
+            corpus_encoder = self._load(manifest.dtype, encoder)
 
-    # Shards may start at the same time. The first manifest is valid for all of them.
-    if manifest is None:
-        assert columns is not None
+        # A run with nothing left to do ends before torch is imported.
+        from .parts import encode_files
+
+        # The generator writes the parts, and yields the counts of each block.
+        todo = [file for file in self.files if not _is_complete(file, self.parts)]
+        total = self._count_texts(todo) if progress_bar and self.shard.count == 1 else None
+        texts = 0
+        tokens = 0
+        start = time.perf_counter()
+        with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
+            blocks = encode_files(
+                corpus_encoder,
+                manifest,
+                self.folder,
+                todo,
+                self.options.corpus,
+                self._is_wanted,
+                bar.update,
+            )
+            for block_texts, block_tokens in blocks:
+                texts += block_texts
+                tokens += block_tokens
+        seconds = time.perf_counter() - start
+        return {"encoded_texts": texts, "encoded_tokens": tokens, "seconds": seconds}
+
+    def _start_output(self, encoder: "PackedEncoder | None") -> "tuple[CorpusEncoder, Manifest]":
+        """Write the manifest of a new output, and return it with the encoder."""
+        # A column that cannot be copied is reported before the model is loaded.
+        options = self.options
+        is_windows = options.long_texts.long_texts == "windows"
+        columns = copied_columns(options.corpus, self.files, is_windows)
+
+        from ..common.loading import choose_dtype
+
+        # All parts must have the same precision, so "auto" is measured only for a new output.
+        dtype = str(choose_dtype(options.inference.dtype, self._device())).removeprefix("torch.")
+        corpus_encoder = self._load(dtype, encoder)
         ranges = None
         if options.embeddings.output_dtype == "int8":
-            ranges = corpus_encoder.ranges(files, options.corpus.text_column)
-        new_manifest = corpus_encoder.manifest(settings, digest, columns, ranges)
-        manifest = folder.write_manifest(new_manifest)
-        manifest.check_settings(settings, folder.url)
+            ranges = corpus_encoder.ranges(self.files, options.corpus.text_column)
+
+        # Shards may start at the same time. The first manifest is valid for all of them.
+        new_manifest = corpus_encoder.manifest(self.settings, self.digest, columns, ranges)
+        manifest = self.folder.write_manifest(new_manifest)
+        manifest.check_settings(self.settings, self.folder.url)
         if manifest.dtype != corpus_encoder.encoder.dtype_name:
             # The process that wrote the manifest measured another precision as the fastest.
-            corpus_encoder = _corpus_encoder(options, manifest.dtype, device)
+            corpus_encoder = self._load(manifest.dtype)
+        return corpus_encoder, manifest
 
-    indices = {file: index for index, file in enumerate(files)}
+    def _load(self, dtype: str, encoder: "PackedEncoder | None" = None) -> "CorpusEncoder":
+        """Return the corpus encoder, which loads a model unless `encoder` is one."""
+        from ..embeddings.packed_encoder import PackedEncoder
+        from .corpus_encoder import CorpusEncoder, check_limit
 
-    def is_wanted(file: data.File, part: int) -> bool:
-        return (file, part) not in parts and shard.owns(indices[file], part, len(files))
+        options = self.options
+        if encoder is None:
+            encoder = PackedEncoder(
+                options.model.model,
+                dtype,
+                self._device(),
+                options.inference.batch_tokens,
+                **options.encoder.settings(),
+            )
+        # The encoder reduces a length above the limit of the model silently.
+        check_limit("max_length", options.encoder.max_length, encoder.max_length)
+        return CorpusEncoder(encoder, options.model, options.long_texts, options.embeddings)
 
-    # The progress bar has a total only for a single process: other shards also finish parts.
-    todo = [file for file in files if not _is_complete(file, parts)]
-    total = None
-    if progress_bar and shard.count == 1:
-        finished = sum(part.texts for (file, _), part in parts.items() if file in todo)
-        total = sum(map(data.count_rows, todo)) - finished
+    def _device(self) -> str:
+        """Return the device of this process."""
+        import torch
 
-    # The generator writes the parts, and yields the counts of each block.
-    texts = 0
-    tokens = 0
-    start = time.perf_counter()
-    with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
-        blocks = encode_files(
-            corpus_encoder, manifest, folder, todo, options.corpus, is_wanted, bar.update
-        )
-        for block_texts, block_tokens in blocks:
-            texts += block_texts
-            tokens += block_tokens
-    seconds = time.perf_counter() - start
-    return {"encoded_texts": texts, "encoded_tokens": tokens, "seconds": seconds}
+        from ..common.loading import choose_device
 
+        # Under a launcher, each process uses the GPU of its local rank. A shard of the option
+        # `--shard` may run on any GPU.
+        device = str(choose_device(self.options.inference.device))
+        if self.shard.count > 1 and device == "cuda" and self.options.inference.shard is None:
+            device = f"cuda:{self.shard.local % torch.cuda.device_count()}"
+        return device
 
-def _corpus_encoder(
-    options: EncodeOptions, dtype: str, device: str, encoder: "PackedEncoder | None" = None
-) -> "CorpusEncoder":
-    """Return the corpus encoder for the options, which loads a model unless `encoder` is one."""
-    from ..embeddings.packed_encoder import PackedEncoder
-    from .corpus_encoder import CorpusEncoder, check_limit
+    def _is_wanted(self, file: data.File, part: int) -> bool:
+        """Return whether this process must encode a part."""
+        # This is called for every row, so the position of a file is looked up, not searched.
+        is_owned = self.shard.owns(self._positions[file], part, len(self.files))
+        return is_owned and (file, part) not in self.parts
 
-    if encoder is None:
-        encoder = PackedEncoder(
-            options.model.model,
-            dtype,
-            device,
-            options.inference.batch_tokens,
-            **options.encoder.settings(),
-        )
-    # The encoder reduces a length above the limit of the model silently.
-    check_limit("max_length", options.encoder.max_length, encoder.max_length)
-    return CorpusEncoder(encoder, options.model, options.long_texts, options.embeddings)
+    @cached_property
+    def _positions(self) -> dict[data.File, int]:
+        """Positions of the input files."""
+        return {file: position for position, file in enumerate(self.files)}
+
+    def _count_texts(self, todo: Sequence[data.File]) -> int:
+        """Return the number of texts of incomplete files that have no embeddings."""
+        finished = sum(part.texts for (file, _), part in self.parts.items() if file in todo)
+        return sum(map(data.count_rows, todo)) - finished
 
 
 def _check_paths(
