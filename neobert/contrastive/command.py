@@ -202,16 +202,40 @@ def train(
     if options.lora.lora:
         check_adapter_support()
     output = Output(options.model.output, "contrastive", run_identity(options, training, sources))
+    run = ContrastiveRun(options, training, sources)
+    return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder(training))
 
-    # `build` measures and loads what `save` reports and evaluates.
-    before: dict[str, float] = {}
+
+class ContrastiveRun:
+    """Run of `neobert contrastive`: builds the trainer, and saves the encoder.
+
+    Args:
+        options: Options of the command.
+        training: Arguments of the trainer.
+        sources: Datasets of pairs.
+    """
+
     mixture: Mixture
 
-    def build() -> ContrastiveTrainer:
-        nonlocal before, mixture
+    def __init__(
+        self,
+        options: ContrastiveOptions,
+        training: SentenceTransformerTrainingArguments,
+        sources: Sequence[PairSource],
+    ) -> None:
+        self.options = options
+        self.training = training
+        self.sources = sources
+        # Metrics of the model that the training starts from.
+        self.before: dict[str, float] = {}
+
+    def build(self) -> ContrastiveTrainer:
+        """Load the datasets and the model, evaluate the model, and return the trainer."""
+        options = self.options
+        training = self.training
         # The other processes read the cache of the datasets that the main process has written.
         with training.main_process_first(desc="datasets"):
-            mixture = build_mixture(options, training, sources)
+            self.mixture = build_mixture(options, training, self.sources)
 
         # The adapter is initialized randomly, and all processes must start from the same weights.
         set_seed(training.seed)
@@ -222,39 +246,42 @@ def train(
 
         # A resumed run evaluates the start model again, because a checkpoint contains no metrics.
         if is_main():
-            log_mixture(mixture)
-            if mixture.validation:
-                before = evaluate_retrieval(model.to(training.device), mixture.validation)
-        trainer = build_trainer(model, mixture, options.loss, training)
+            log_mixture(self.mixture)
+            if self.mixture.validation:
+                model.to(training.device)
+                self.before = evaluate_retrieval(model, self.mixture.validation)
+        trainer = build_trainer(model, self.mixture, options.loss, training)
         trainer.add_callback(RunReport())
         return trainer
 
-    def save(trainer: ContrastiveTrainer, folder: Path) -> dict[str, Any]:
+    def save(self, trainer: ContrastiveTrainer, folder: Path) -> dict[str, Any]:
+        """Evaluate the encoder, write its directory, and return the result."""
         if not is_main():
             return {}
-        summary = summarize(trainer, mixture)
+        options = self.options
+        summary = summarize(trainer, self.mixture)
         model = trainer.accelerator.unwrap_model(trainer.model)
         if options.lora.lora:
             model = merge_lora(model, folder / "adapter", options)
 
         # The evaluation after the training uses the prompts, so they are set before it.
-        model.prompts = model_prompts(mixture.prompts, options.instructions.instruction_template)
+        template = options.instructions.instruction_template
+        model.prompts = model_prompts(self.mixture.prompts, template)
 
-        if mixture.validation:
+        validation = self.mixture.validation
+        if validation:
             summary["validation"] = {
-                "queries": len(mixture.validation.relevant),
-                "texts": len(mixture.validation.texts),
-                "before": before,
-                "after": evaluate_retrieval(model.to(training.device), mixture.validation),
-                "tf-idf": evaluate_tfidf(mixture.validation),
+                "queries": len(validation.relevant),
+                "texts": len(validation.texts),
+                "before": self.before,
+                "after": evaluate_retrieval(model.to(self.training.device), validation),
+                "tf-idf": evaluate_tfidf(validation),
             }
             summary["warning"] = comparison_warning(summary["validation"])
 
         save_for_all_versions(model, folder)
-        write_card(folder, options, sources, model.max_seq_length, summary)
+        write_card(folder, options, self.sources, model.max_seq_length, summary)
         return {"training": summary}
-
-    return run_once(output, build, save, checkpoint_folder=checkpoint_folder(training))
 
 
 def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> None:
