@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 from ..common.errors import UserError, printable
@@ -19,15 +18,14 @@ from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.loading import dtype_name
 from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.options import log_options
-from ..common.pooling import write_sentence_transformers
 from .architecture import Conversion, plan
 from .config_files import find_config, read_config
 from .heads import HeadName
-from .hub_folder import WeightFile, usage_lines, write_folder, write_model_card
+from .hub_folder import HubFolder, WeightFile
 from .locate import Checkpoint, open_checkpoint
 from .options import OPTIONS, CheckpointOptions, ConvertOptions, FolderOptions, WeightDtype
 from .tokenizer import find_tokenizer
-from .verify import source_outputs, verify
+from .verify import Verification, verify_conversion
 
 
 logger = logging.getLogger("neobert.conversion")
@@ -114,7 +112,13 @@ def convert(options: ConvertOptions) -> None:
             "`--sentence-transformers` needs a checkpoint with the head masked-lm or base, got "
             f"{conversion.head.option}."
         )
-    tokenizer = find_tokenizer(source.tokenizer, checkpoint.folders)
+    hub_folder = HubFolder(
+        conversion,
+        find_tokenizer(source.tokenizer, checkpoint.folders),
+        options.folder.max_shard_size,
+        pooled,
+        _card_metadata(checkpoint, options.folder),
+    )
 
     # The files of the verification are written beside the new folder and not into it, because they
     # must not become part of the output.
@@ -122,31 +126,14 @@ def convert(options: ConvertOptions) -> None:
         new_folder(output) as folder,
         tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
     ):
-        files = write_folder(folder, conversion, tokenizer, options.folder.max_shard_size)
-        if pooled:
-            config = conversion.config
-            write_sentence_transformers(folder, config.hidden_size, config.context_length)
-        write_model_card(
-            folder,
-            conversion,
-            files,
-            name=Path(output).name,
-            has_tokenizer=tokenizer is not None,
-            sentence_transformers=pooled,
-            metadata=_card_metadata(checkpoint, options.folder),
-        )
+        files = hub_folder.write(folder, Path(output).name)
 
         # Load the folder in a fresh process and compare its outputs with those of the checkpoint.
-        expected = source_outputs(conversion, conversion.output_tensors())
-        # With rounding, the report also states the difference to the weights before rounding.
-        exact = expected
-        if conversion.is_rounded:
-            exact = source_outputs(conversion, conversion.tensors)
-        outputs = verify(folder, conversion, expected, Path(scratch))
+        verification = verify_conversion(folder, conversion, Path(scratch))
 
-    _report(files, conversion, outputs, expected, exact)
+    _report(files, conversion, verification)
     _print("Load the model:")
-    for line in usage_lines(output, conversion.head, tokenizer is not None, pooled):
+    for line in hub_folder.usage_lines(output):
         _print(f"  {line}")
 
 
@@ -193,24 +180,13 @@ def _print(line: str) -> None:
 
 
 def _report(
-    files: Sequence[WeightFile],
-    conversion: Conversion,
-    outputs: torch.Tensor,
-    expected: torch.Tensor,
-    exact: torch.Tensor,
+    files: Sequence[WeightFile], conversion: Conversion, verification: Verification
 ) -> None:
-    """Print what was written, and how much the outputs differ from those of the checkpoint.
-
-    Args:
-        files: Weight files.
-        conversion: Model that was written.
-        outputs: Outputs of the reloaded folder, as one vector.
-        expected: Outputs with the weights that were written.
-        exact: Outputs with the weights of the checkpoint, before rounding.
-    """
+    """Print what was written, and how much the outputs differ from those of the checkpoint."""
     dtype = dtype_name(conversion.dtype)
-    difference = (outputs - expected).abs().max().item()
-    largest = exact.abs().max().item()
+    outputs = verification.outputs
+    difference = (outputs - verification.expected).abs().max().item()
+    largest = verification.exact.abs().max().item()
 
     table = {
         "tensors": f"{len(conversion.tensors)}",
@@ -222,7 +198,7 @@ def _report(
         table[f"sha256 {file.name}"] = file.sha256
     table["largest difference"] = f"{difference:.1e} (largest output {largest:.3g})"
     if conversion.is_rounded:
-        rounding = (outputs - exact).abs().max().item()
+        rounding = (outputs - verification.exact).abs().max().item()
         table["with rounding"] = (
             f"{rounding:.1e} from the source weights before they were rounded to {dtype}"
         )

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -12,9 +13,35 @@ from ..common.errors import printable
 from ..common.identity import sha256
 from ..common.loading import copy_code, dtype_name
 from ..common.model_card import front_matter
+from ..common.pooling import write_sentence_transformers
 from .architecture import Conversion
 from .heads import Head
 from .tokenizer import write_tokenizer
+
+
+_CARD = """{metadata}
+# {name}
+
+A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a training \
+checkpoint.
+
+```python
+{usage}
+```
+
+The model's code is in this repository and runs on your machine: read it, and pin what you read \
+with `revision=`.
+
+| | |
+|---|---|
+{facts}
+
+Conversion:
+
+```text
+{notes}
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -32,26 +59,99 @@ class WeightFile:
     sha256: str
 
 
-def write_folder(
-    folder: Path, conversion: Conversion, tokenizer: Path | None, max_shard_size: str = "5GB"
-) -> list[WeightFile]:
-    """Write tokenizer, configuration, code and weights of a converted checkpoint.
+@dataclass(frozen=True)
+class HubFolder:
+    """Content of the Hub folder of a converted checkpoint.
 
-    Args:
-        folder: Existing directory.
-        conversion: Model to write.
+    Attributes:
+        conversion: Model.
         tokenizer: Result of `tokenizer.find_tokenizer`, or None for a folder without a tokenizer.
         max_shard_size: Maximum size of a weight file.
-
-    Returns:
-        The weight files.
+        sentence_transformers: Whether the folder contains modules.json with mean pooling.
+        metadata: License and base model, for the model card.
     """
-    # The tokenizer is first, because its check may fail, and the weights take the most time.
-    config = conversion.config
-    if tokenizer is not None:
-        write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
-    write_config(folder, conversion)
-    return write_weights(folder, conversion.output_tensors(), max_shard_size)
+
+    conversion: Conversion
+    tokenizer: Path | None = None
+    max_shard_size: str = "5GB"
+    sentence_transformers: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path, name: str) -> list[WeightFile]:
+        """Write the folder with its model card.
+
+        Args:
+            folder: Existing directory.
+            name: Name of the model.
+
+        Returns:
+            The weight files.
+        """
+        files = self.write_model(folder)
+        if self.sentence_transformers:
+            config = self.conversion.config
+            write_sentence_transformers(folder, config.hidden_size, config.context_length)
+        card = self.model_card(name, files)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        return files
+
+    def write_model(self, folder: Path) -> list[WeightFile]:
+        """Write tokenizer, configuration, code and weights, and return the weight files."""
+        # The tokenizer is first, because its check may fail, and the weights take the most time.
+        config = self.conversion.config
+        if self.tokenizer is not None:
+            write_tokenizer(self.tokenizer, folder, config.vocab_size, config.context_length)
+        write_config(folder, self.conversion)
+        return write_weights(folder, self.conversion.output_tensors(), self.max_shard_size)
+
+    def usage_lines(self, name: str) -> list[str]:
+        """Return lines of Python that load the folder, or the repository on the Hub."""
+        has_tokenizer = self.tokenizer is not None
+        return usage_lines(name, self.conversion.head, has_tokenizer, self.sentence_transformers)
+
+    def model_card(self, name: str, files: Sequence[WeightFile]) -> str:
+        """Return the model card with the metadata that the Hub reads.
+
+        Args:
+            name: Name of the model.
+            files: Weight files, as `write_weights` returns them.
+        """
+        conversion = self.conversion
+        config = conversion.config
+        layers = f"{config.num_hidden_layers} x {config.hidden_size}"
+        facts = {
+            "parameters": f"{conversion.parameters:,}",
+            "dtype": dtype_name(conversion.dtype),
+            "layers x hidden size": f"{layers}, {config.num_attention_heads} heads",
+            "feed-forward": f"{config.hidden_act}, inner size {config.ffn_inner_size}",
+            "norm, positions": f"{config.norm_type}, {config.position_embedding_type}",
+            "vocabulary": f"{config.vocab_size:,} rows",
+            "context": f"{config.context_length:,} tokens",
+        }
+        facts |= {f"sha256 of {file.name}": f"`{file.sha256}`" for file in files}
+        return _CARD.format(
+            metadata=front_matter(**self.metadata, **self._library()),
+            name=printable(name).rpartition("/")[2],
+            usage="\n".join(self.usage_lines(name)),
+            facts="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
+            # In a code block, names of untrusted files and tensors are neither links nor HTML.
+            notes="\n".join(f"- {printable(note)}" for note in conversion.notes),
+        )
+
+    def _library(self) -> dict[str, Any]:
+        """Return library, task and tags for the metadata of the card."""
+        task = self.conversion.head.pipeline_tag
+        library = "transformers"
+        tags = ["neobert", "custom_code", "safetensors", task]
+        if self.sentence_transformers:
+            tags += ["sentence-transformers", "feature-extraction"]
+        # A masked language model with mean pooling was not trained for sentence similarity.
+        if self.sentence_transformers and self.conversion.head.option == "base":
+            task = "sentence-similarity"
+            library = "sentence-transformers"
+        # The task of a base model is the tag feature-extraction already.
+        tags = list(dict.fromkeys(tags))
+        return {"library_name": library, "pipeline_tag": task, "tags": tags}
 
 
 def write_weights(
@@ -108,84 +208,3 @@ def usage_lines(
         lines.append("from sentence_transformers import SentenceTransformer")
         lines.append(f"sentences = SentenceTransformer({name}, trust_remote_code=True)")
     return lines
-
-
-_CARD = """{metadata}
-# {name}
-
-A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a training \
-checkpoint.
-
-```python
-{usage}
-```
-
-The model's code is in this repository and runs on your machine: read it, and pin what you read \
-with `revision=`.
-
-| | |
-|---|---|
-{facts}
-
-Conversion:
-
-```text
-{notes}
-```
-"""
-
-
-def write_model_card(
-    folder: Path,
-    conversion: Conversion,
-    files: Sequence[WeightFile],
-    name: str,
-    has_tokenizer: bool,
-    sentence_transformers: bool,
-    metadata: Mapping[str, str],
-) -> None:
-    """Write README.md with the metadata that the Hub reads.
-
-    Args:
-        folder: Existing directory.
-        conversion: Model that was written.
-        files: Weight files, as `write_weights` returns them.
-        name: Name of the model.
-        has_tokenizer: Whether the folder contains a tokenizer.
-        sentence_transformers: Whether the folder contains modules.json.
-        metadata: License and base model.
-    """
-    config = conversion.config
-    task = conversion.head.pipeline_tag
-    library = "transformers"
-    tags = ["neobert", "custom_code", "safetensors", task]
-    if sentence_transformers:
-        tags += ["sentence-transformers", "feature-extraction"]
-    # A masked language model with mean pooling was not trained for sentence similarity.
-    if sentence_transformers and conversion.head.option == "base":
-        task = "sentence-similarity"
-        library = "sentence-transformers"
-    # The task of a base model is the tag feature-extraction already.
-    tags = list(dict.fromkeys(tags))
-
-    layers = f"{config.num_hidden_layers} x {config.hidden_size}"
-    facts = {
-        "parameters": f"{conversion.parameters:,}",
-        "dtype": dtype_name(conversion.dtype),
-        "layers x hidden size": f"{layers}, {config.num_attention_heads} heads",
-        "feed-forward": f"{config.hidden_act}, inner size {config.ffn_inner_size}",
-        "norm, positions": f"{config.norm_type}, {config.position_embedding_type}",
-        "vocabulary": f"{config.vocab_size:,} rows",
-        "context": f"{config.context_length:,} tokens",
-    }
-    facts |= {f"sha256 of {file.name}": f"`{file.sha256}`" for file in files}
-    usage = usage_lines(name, conversion.head, has_tokenizer, sentence_transformers)
-    text = _CARD.format(
-        metadata=front_matter(**metadata, library_name=library, pipeline_tag=task, tags=tags),
-        name=printable(name).rpartition("/")[2],
-        usage="\n".join(usage),
-        facts="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
-        # In a code block, names of untrusted files and tensors are neither links nor HTML.
-        notes="\n".join(f"- {printable(note)}" for note in conversion.notes),
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")

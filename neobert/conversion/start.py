@@ -5,7 +5,7 @@ from pathlib import Path
 from ..common.folders import new_folder
 from .architecture import plan
 from .config_files import find_config
-from .hub_folder import write_folder
+from .hub_folder import HubFolder
 from .locate import open_checkpoint
 from .tokenizer import find_tokenizer
 
@@ -28,4 +28,4 @@ def write_start(checkpoint: str | Path, folder: str | Path) -> None:
     conversion = plan(source.tensors, fields, "masked-lm", "float32")
     tokenizer = find_tokenizer(None, source.folders)
     with new_folder(folder) as path:
-        write_folder(path, conversion, tokenizer)
+        HubFolder(conversion, tokenizer).write_model(path)

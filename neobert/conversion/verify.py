@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,31 @@ from .architecture import Conversion
 _RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 # Maximum difference of an output, relative to the largest output or to 1, whichever is larger.
 _TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Outputs of a converted folder and of its source, as vectors in float32.
+
+    Attributes:
+        outputs: Outputs of the reloaded folder.
+        expected: Outputs with the weights that were written.
+        exact: Outputs with the weights of the checkpoint, before rounding.
+    """
+
+    outputs: torch.Tensor
+    expected: torch.Tensor
+    exact: torch.Tensor
+
+
+def verify_conversion(folder: Path, conversion: Conversion, scratch: Path) -> Verification:
+    """Compare a folder with the checkpoint that it was converted from, see `verify`."""
+    expected = source_outputs(conversion, conversion.output_tensors())
+    # With rounding, the report also states the difference to the weights before rounding.
+    exact = expected
+    if conversion.is_rounded:
+        exact = source_outputs(conversion, conversion.tensors)
+    return Verification(verify(folder, conversion, expected, scratch), expected, exact)
 
 
 def random_inputs(conversion: Conversion) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from helpers.conversion_helpers import save
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.conversion import command, verify
+from neobert.conversion import verify
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def _reload_in_a_fork(monkeypatch, reload_in_a_process):
 def without_proof(monkeypatch):
     """Leaves out the reload in a fresh process, which takes seconds; test_command.py and
     test_verify.py have it."""
-    monkeypatch.setattr(command, "verify", lambda folder, conversion, expected, scratch: expected)
+    monkeypatch.setattr(verify, "verify", lambda folder, conversion, expected, scratch: expected)
 
 
 @pytest.fixture

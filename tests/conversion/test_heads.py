@@ -15,7 +15,7 @@ import neobert
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
-from neobert.conversion import command
+from neobert.conversion import verify
 from neobert.conversion.heads import HEAD_PREFIXES, HEADS, HeadName, choose_head
 
 
@@ -46,15 +46,15 @@ PROVED = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multipl
 def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
     """Found by its tensors (multiple choice, which has those of a sequence classifier, by the
     configuration); reloaded and compared."""
-    proofs, verify = [], command.verify
+    proofs, original = [], verify.verify
 
     def proved(folder, conversion, expected, scratch):
         if head.option in PROVED:
-            expected = verify(folder, conversion, expected, scratch)
+            expected = original(folder, conversion, expected, scratch)
         proofs.append(expected)
         return expected
 
-    monkeypatch.setattr(command, "verify", proved)
+    monkeypatch.setattr(verify, "verify", proved)
     labels = {}
     if head.has_labels:
         labels = {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
