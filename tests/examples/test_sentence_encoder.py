@@ -97,9 +97,10 @@ def test_its_figures_are_kept_with_it():
     figures = json.loads((FOLDER / "figures.json").read_text())
     last = figures["agreement"][-1]
     assert last["step"] == figures["steps"]
-    kinds = ("held_out", "tweets", "editorials", "movies")
-    assert {f"{kind}_spearman" for kind in kinds} <= last.keys()
-    assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
+    # The stored weights, in float16 and float8, agree with the teacher like those of the training.
+    for kind in ("validation", "tweets", "editorials", "movies"):
+        stored = figures["stored"][f"{kind}_spearman"]
+        assert stored == pytest.approx(last[f"{kind}_spearman"], abs=0.001)
 
 
 def test_its_card_says_what_was_measured_and_what_is_known():
@@ -116,7 +117,7 @@ def test_its_card_says_what_was_measured_and_what_is_known():
         for name in ("sentence-encoder", "all-MiniLM-L6-v2")
     ]
     share = scores[0]["WordNetRetrieval"] / scores[1]["WordNetRetrieval"]
-    page = (ROOT / "results" / "distillation.md").read_text(encoding="utf-8")
+    page = (ROOT / "results" / "block_transfer.md").read_text(encoding="utf-8")
     assert f"| {share:.3f} |" in card and f"| {share:.3f} |" in page
     assert "GCIDE (GPL-2 or later)" in card and "not settled" in card
     assert card.index("Retrieval on 13 types") < card.index("On dictionary definitions"), (

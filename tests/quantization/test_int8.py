@@ -268,14 +268,14 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
 
 
 def test_balanced_factors_by_hand():
-    """max^0.6 / norm^0.4 relative to the median channel: (2^10)^0.6 of a large input, (2^-10)^-0.4
-    of a small column with the norm 2^-10 * sqrt(4), and 2^8 at most."""
+    """max^0.65 / norm^0.35 relative to the median channel: 2^(8 * 0.65) of a large input,
+    2^(8 * 0.35) of a small column, rounded to powers of two, and 2^8 at most."""
     layer = nn.Linear(7, 4, bias=False)
     nn.init.constant_(layer.weight, 1.0)
-    layer.weight.data[:, 5] = 2.0**-10
-    largest = torch.tensor([1.0, 1, 1, 2.0**10, 2.0**20, 1, 1])
+    layer.weight.data[:, 5] = 2.0**-8
+    largest = torch.tensor([1.0, 1, 1, 2.0**8, 2.0**20, 1, 1])
     factors = smoothing.balanced_factors(layer, largest)
-    assert factors.tolist() == [1, 1, 1, 2**6, 2**8, 2**4, 1]
+    assert factors.tolist() == [1, 1, 1, 2**5, 2**8, 2**3, 1]
 
 
 def test_balancing_changes_no_bit_and_brings_int8_nearer():
