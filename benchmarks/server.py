@@ -6,7 +6,7 @@
 The servers are `neobert serve` in float32 and int8, infinity, and vLLM, all with the bundled
 encoder. Each client sends one text per request, and the next request after the response. All
 servers run from the start, and take turns in every round. OMP_NUM_THREADS=1 gives each model one
-thread.
+thread, except for the server with `--threads 2`.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ MAX_LENGTH = 256  # tokens
 Server = tuple[list[Any], str]
 
 
-def neobert_server(dtype: str) -> Server:
+def neobert_server(dtype: str, *options: str) -> Server:
     """Return the command of `neobert serve`."""
     command = [sys.executable, "-m", "neobert", "serve", "--model", MODEL, "--dtype", dtype]
-    return command, "/v1/embeddings"
+    return [*command, *options], "/v1/embeddings"
 
 
 def infinity_server(work: Path) -> Server:
@@ -77,6 +77,8 @@ def vllm_server(work: Path, *options: str) -> Server:
 SERVERS: dict[str, Callable[[Path], Server]] = {
     "neobert serve, float32": lambda work: neobert_server("float32"),
     "neobert serve, int8": lambda work: neobert_server("int8"),
+    "neobert serve, int8, 2 threads": lambda work: neobert_server("int8", "--threads", "2"),
+    "neobert serve, int8, 2 workers": lambda work: neobert_server("int8", "--workers", "2"),
     "infinity, float32": infinity_server,
     "vLLM, float32, compiled": vllm_server,
     "vLLM, float32, eager": lambda work: vllm_server(work, "--enforce-eager"),
