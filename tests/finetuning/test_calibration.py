@@ -30,6 +30,13 @@ def test_the_temperature_that_distorted_the_logits_is_recovered(temperature):
     assert fit_temperature(logits, labels, False) == pytest.approx(temperature, rel=0.1)
 
 
+def test_predictions_without_an_error_keep_their_temperature():
+    logits = np.array([[2.0, -1.0], [0.5, 1.5], [3.0, 0.0]])
+    assert fit_temperature(logits, np.array([0, 1, 0]), False) == 1
+    assert fit_temperature(logits, np.array([1, 1, 0]), False) > 1
+    assert fit_temperature(logits, np.array([[1, 0], [1, 1], [1, 0]]), True) == 1
+
+
 def test_multi_label_logits_have_a_temperature():
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(4000, 2))
