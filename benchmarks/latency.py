@@ -50,8 +50,11 @@ These alternatives were measured and rejected:
 | attention as batched matrix products | 1 % faster, other bits |
 | huge pages, hints of the number of rows for packing | no difference |
 | `torch.jit` | cannot trace prepacked weights, and is deprecated |
+| a dense forward pass that is compiled with frozen weights | 2.55 ms instead of 2.73 ms, slower at 60 tokens, 14 s for the first call |
 
-Not measured: a forward pass that is compiled with frozen weights. [peers](peers.md) has CTranslate2 and other engines.
+In int8, the matrix products of a text of 8 tokens take 1.0 ms of 2.7 ms. The rest is about 400 operators of 4 µs each, so the time of ONNX Runtime cannot be reached with operators of torch.
+
+[peers](peers.md) has CTranslate2 and other engines.
 """  # noqa: E501
 # Files of the export by precision.
 GRAPHS = {"float32": "model.onnx", "int8": "model_quantized.onnx"}
