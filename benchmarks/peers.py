@@ -434,6 +434,20 @@ def fastest_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(["Workload", "Precision", "Fastest", "neobert / fastest"], lines)
 
 
+def speedup_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the speedup of every engine over `PackedEncoder` in float32, for many texts."""
+    bulk = [name for name, lengths in WORKLOADS.items() if len(lengths) > 1]
+    medians = {
+        (row["name"], row["precision"]): [statistics.median(figures(row, name)) for name in bulk]
+        for row in rows
+    }
+    lines = []
+    for (engine, precision), speeds in medians.items():
+        ratios = [speed / base for speed, base in zip(speeds, medians["neobert", "float32"])]
+        lines.append([engine, precision, *(f"{ratio:.2f}" for ratio in ratios)])
+    return markdown_table(["Engine", "Precision", *bulk], lines)
+
+
 def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
     """Return the text of the page as markdown."""
     parts = [
@@ -447,6 +461,7 @@ def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
     for name, model in models.items():
         single, bulk, spread = speed_tables(model["rows"])
         parts += [f"## {MODELS[name]}", "### One text", single, "### Many texts", bulk]
+        parts += ["### Speedup over PackedEncoder in float32", speedup_table(model["rows"])]
         parts += ["### Quartiles", spread]
         if model["errors"]:
             errors = [f"- {engine}: {reason}" for engine, reason in model["errors"].items()]

@@ -140,7 +140,7 @@ def balance(encoder: Any, run: Callable[[], Any]) -> None:
 def balanced_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
     """Return the powers of two that divide all inputs of a layer and multiply its columns, (K,).
 
-    Equation 4 of SmoothQuant with alpha = 0.65 and the norm of a column in place of its largest
+    Equation 4 of SmoothQuant with alpha = 0.65 and the norm of a column instead of its largest
     value, because the rounding errors of a channel are multiplied by the whole column.
 
     Args:

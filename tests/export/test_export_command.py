@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice
 from neobert import cli as __main__
 from neobert.common.errors import UserError
-from neobert.conversion import command as converter
+from neobert.conversion import verify
 from neobert.export import check, command, folder
 from neobert.export.check import EngineAgreement, Reference
 from neobert.export.graph import Graph
@@ -108,7 +108,7 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
     shutil.copytree(model_folder, raw)
     (raw / "model.safetensors").unlink()
     torch.save(load_file(model_folder / "model.safetensors"), raw / "state_dict.pt")
-    monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
+    monkeypatch.setattr(verify, "verify", lambda folder, conversion, expected, scratch: expected)
     source, expected = opened(raw), opened(model_folder)
     assert source.head.option == "masked-lm"
     for actual, wanted in zip(source.model.parameters(), expected.model.parameters()):

@@ -7,6 +7,7 @@ float32 with outliers, unsupported models, and equal bits of a text in every bat
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -265,6 +266,16 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
     after, hidden = observed(model)
     assert torch.equal(hidden, exact) and torch.equal(block.ffn[2].weight, down)
     assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
+
+
+def test_the_largest_inputs_are_those_of_all_batches(model):
+    texts = [torch.tensor([[7, 8, 9]]), torch.tensor([[3, 4]])]
+    both = smoothing.observe_inputs(model, lambda: [model(text) for text in texts])
+    singles = [smoothing.observe_inputs(model, partial(model, text)) for text in texts]
+    assert len(both) == 4 * model.config.num_hidden_layers
+    for layer, largest in both.items():
+        assert torch.equal(largest, torch.maximum(*(single[layer] for single in singles)))
+    assert any(not torch.equal(both[layer], singles[1][layer]) for layer in both)
 
 
 def test_balanced_factors_by_hand():
