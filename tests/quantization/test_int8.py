@@ -179,7 +179,10 @@ def test_the_bundled_encoder_is_near(bundled_pair):
     (hidden, texts), (rounded, rounded_texts) = (
         outputs(encoder.sentence_transformer[0].auto_model, tokens) for encoder in bundled_pair
     )
-    assert cosines(rounded, hidden).min() >= 0.995 and cosines(rounded_texts, texts).min() >= 0.999
+    # On CPUs without VNNI, the weights have 7 bits.
+    least = (0.995, 0.999) if int8_product.weight_steps(even_if_slow=True) == 127 else (0.99, 0.997)
+    assert cosines(rounded, hidden).min() >= least[0]
+    assert cosines(rounded_texts, texts).min() >= least[1]
     assert ours.dtype_name == "int8" and not torch.equal(hidden, rounded)
 
 
