@@ -196,7 +196,8 @@ def test_int8_of_the_bundled_encoder(tmp_path):
     arguments = ["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out")]
     command.main([*arguments, "--precisions", "int8"])
     (agreement,) = json.loads((tmp_path / "out" / "export.json").read_text())["files"].values()
-    assert agreement["pooled"] > 0.999 and agreement["token"] > 0.94
+    # Weights of 7 bits, and random tokens, whose largest values are not those of texts.
+    assert agreement["pooled"] > 0.996 and agreement["token"] > 0.94
 
 
 # ------------------------------------------------------------------------------------------------
