@@ -114,10 +114,10 @@ def convert(options: ConvertOptions) -> None:
         )
     hub_folder = HubFolder(
         conversion,
-        find_tokenizer(source.tokenizer, checkpoint.folders),
-        options.folder.max_shard_size,
-        pooled,
-        _card_metadata(checkpoint, options.folder),
+        tokenizer=find_tokenizer(source.tokenizer, checkpoint.folders),
+        max_shard_size=options.folder.max_shard_size,
+        sentence_transformers=pooled,
+        metadata=_card_metadata(checkpoint, options.folder),
     )
 
     # The files of the verification are written beside the new folder and not into it, because they

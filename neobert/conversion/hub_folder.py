@@ -118,6 +118,7 @@ class HubFolder:
         """
         conversion = self.conversion
         config = conversion.config
+
         layers = f"{config.num_hidden_layers} x {config.hidden_size}"
         facts = {
             "parameters": f"{conversion.parameters:,}",
@@ -129,6 +130,7 @@ class HubFolder:
             "context": f"{config.context_length:,} tokens",
         }
         facts |= {f"sha256 of {file.name}": f"`{file.sha256}`" for file in files}
+
         return _CARD.format(
             metadata=front_matter(**self.metadata, **self._library()),
             name=printable(name).rpartition("/")[2],

@@ -21,9 +21,10 @@ from ..modeling_neobert import NeoBERTModel
 # Channels whose largest value exceeds this multiple of that of the median channel are outliers.
 TIMES = 8
 
-# Of `balance`: the share of the difference between channels that the weights get, and the largest
-# exponent of a factor.
+# Alpha of SmoothQuant in `balance`: 0 gives all columns of a weight the same norm, and 1 gives all
+# channels the same largest activation.
 ALPHA = 0.65
+# Largest exponent of a factor of `balance`.
 LARGEST_POWER = 8
 
 # Number and length of the random texts that the activations are observed on.
