@@ -60,15 +60,15 @@ bench: $(VENV)/.test  ## Measure throughput on the CPU
 	$(BIN)/neobert throughput --preset cpu --output results/throughput
 
 # Writes results/int8_cpu.md (12 layers of 768) and results/int8_cpu_bundled.md (the bundled encoder).
-INT8 = torch-fp32 torch-bf16-compiled torch-int8 torchao-int8-compiled onnx-int8 openvino-int8
+INT8 = torch-fp32 torch-bf16 torch-bf16-compiled torch-int8 torchao-int8-compiled onnx-fp32 onnx-int8 openvino-fp32 openvino-bf16 openvino-int8
 bench-int8: $(VENV)/.test  ## Compare int8 with float32, bfloat16 and other engines (about an hour)
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt torchao
 	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
 	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
 	for files in int8 int8_bundled; do for format in onnx openvino; do rm -rf runs/$$files/$$format && \
 		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/$$format --precisions fp32 int8 || exit 1; done; done
-	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
-	$(BIN)/python -m benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
+	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines $(INT8) --threads 1 --output results/int8_cpu
+	$(BIN)/python -m benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --threads 1 --output results/int8_cpu_bundled
 
 peers: $(VENV)/.test $(ENGINES)/ctranslate2/.ready $(ENGINES)/node/.ready  ## Compare the CPU speed with CTranslate2, ONNX Runtime, OpenVINO and llama.cpp
 	$(BIN)/python -m benchmarks.peers --engines $(ENGINES) --output results/peers

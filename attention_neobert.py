@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 
 try:
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "b7ce630c"
+VERSION = "7a3c8202"
+
+logger = logging.get_logger(__name__)
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -349,6 +352,104 @@ class Packing:
             mask=steps < bounds.diff()[:, None],
             positions=self.position_ids(total)[0] + self.sequence_ids(total) * self.max_length,
         )
+
+
+def pack_padded(
+    attention_mask: torch.Tensor | None, shape: torch.Size, may_pack: bool
+) -> tuple[Packing | None, torch.Tensor | None]:
+    """Pack a padded batch, if allowed.
+
+    Returns:
+        `(packing, None)` for a packed batch and `(None, mask)` for a dense one; `mask` is None if
+        nothing is padded.
+    """
+    mask = _check_mask(attention_mask, shape)
+    if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
+        return None, mask
+
+    # The only wait for a GPU.
+    lengths = mask.sum(dim=-1).tolist()
+    if sum(lengths) == mask.numel():
+        return None, None
+    if may_pack and any(lengths):
+        return Packing.from_mask(mask, lengths), None
+    return None, mask
+
+
+def _check_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Return a checked attention mask.
+
+    Returns:
+        (B, L) bool; or (B, 1 or H, L, L), bool or additive, also from (B, 1, 1, L); or None.
+
+    Raises:
+        ValueError: If the shape does not fit, or a 2-D mask has values other than 0 and 1.
+    """
+    if attention_mask is None:
+        return None
+    mask = attention_mask
+    batch, length = shape
+
+    if mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, length):
+        if mask.shape[3] == length:
+            mask = mask.expand(-1, -1, length, -1)
+            return mask if mask.is_floating_point() else mask.to(torch.bool)
+
+    if mask.shape == (1, length):
+        mask = mask.expand(shape)
+    if mask.shape != shape:
+        raise ValueError(
+            f"`attention_mask` must have shape ({batch}, {length}), ({batch}, 1, 1, {length}) or "
+            f"({batch}, 1, {length}, {length}), got {tuple(mask.shape)}."
+        )
+    if has_host_values(mask) and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            "`attention_mask` must be 1 for tokens and 0 for padding, got values from "
+            f"{mask.min().item()} to {mask.max().item()}."
+        )
+    return mask.to(torch.bool)
+
+
+def longest_sequence(
+    config: PretrainedConfig, length: int, packing: Packing | None, mask: torch.Tensor | None
+) -> int | torch.Tensor:
+    """Return the length of the longest sequence, which "dynamic" RoPE depends on.
+
+    The first sequence beyond the trained length causes a warning.
+
+    Args:
+        config: Configuration of the model.
+        length: Length of the rows of the caller's batch, L.
+        packing: Bounds of the sequences of a packed batch.
+        mask: Mask of a dense batch, as `pack_padded` returns it.
+
+    Raises:
+        ValueError: If the sequence has no learned position.
+    """
+    limit = config.context_length
+    dynamic = config.rope_parameters["rope_type"] == "dynamic"
+    longest = length if packing is None else packing.max_length
+    if is_tracing() and dynamic and packing is not None:
+        return packing.cu_seq_lens.diff().max()
+    if mask is not None and mask.dim() == 2:
+        if dynamic or (not is_tracing() and longest > limit):
+            longest = mask.sum(dim=-1).max()
+    if is_tracing() or (torch.is_tensor(longest) and not has_values(longest)):
+        return longest
+
+    longest = int(longest)
+    if longest > limit and config.position_embedding_type == "learned":
+        raise ValueError(
+            f"The sequence length must be at most {limit}, the number of learned positions, "
+            f"got {longest}. Truncate the texts."
+        )
+    if longest > limit:
+        logger.warning_once(
+            f"A sequence of {longest} tokens is longer than the {limit} of "
+            "max_position_embeddings and RoPE scaling. Expect worse results, or extend the "
+            "context with rope_scaling={'rope_type': 'yarn', 'factor': ...}."
+        )
+    return longest
 
 
 # ---------------------------------------------------------------------------- choice of the kernel

@@ -35,12 +35,13 @@ from .attention_neobert import (
     dispatch_attention,
     eager_attention_forward,
     has_host_values,
-    has_values,
     hooks_of,
     is_cpu_inference,
     is_machinery,
     is_tracing,
+    longest_sequence,
     may_overwrite,
+    pack_padded,
     rms_norm_in_slices,
     rotate_in_place,
     swiglu_in_slices,
@@ -50,7 +51,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "b7ce630c"
+VERSION = "7a3c8202"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -424,9 +425,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             if unpad_inputs is None:
                 unpad_inputs = self._unpads_by_default(output_hidden_states, keep_packed)
             may_pack = unpad_inputs and not output_attentions and kernel in PACKING_KERNELS
-            packing, mask = _pack_padded(attention_mask, shape, may_pack)
+            packing, mask = pack_padded(attention_mask, shape, may_pack)
 
-        longest = self._longest(shape[1], packing, mask)
+        longest = longest_sequence(config, shape[1], packing, mask)
+        # The positions of a batch that the caller packed restart in each sequence.
+        if position_ids is None and packing is not None and packing.index is None:
+            position_ids = packing.position_ids(shape[1])
         hidden, positions = self._embed(tensor, input_ids, attention_mask, position_ids, packing)
         blocks = self.transformer_encoder
         compiled = any(block._compiled_call_impl is not None for block in blocks)
@@ -562,7 +566,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             tensor: `input_ids`, or embeddings if there are none.
             input_ids: Token IDs, or None.
             attention_mask: Mask of the caller.
-            position_ids: Positions of the caller, (1 or B, L).
+            position_ids: Positions of the caller, (1 or B, L), or in the sequences of a batch that
+                the caller packed.
             packing: Bounds of the sequences of a packed batch.
 
         Returns:
@@ -570,9 +575,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         """
         shape = tensor.shape[:2]
         learned = self.config.position_embedding_type == "learned"
-        if position_ids is None and packing is not None and packing.index is None:
-            position_ids = packing.position_ids(shape[1])
-
         if learned:
             positions = self._learned_positions(input_ids, tensor, attention_mask, position_ids)
         elif position_ids is None:
@@ -608,60 +610,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         else:
             tokens = torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
         return tokens.cumsum(dim=-1) * tokens
-
-    def _longest(
-        self, length: int, packing: Packing | None, mask: torch.Tensor | None
-    ) -> int | torch.Tensor:
-        """Return the length of the longest sequence, which "dynamic" RoPE depends on.
-
-        The first sequence beyond the trained length causes a warning.
-        """
-        limit = self.config.context_length
-        dynamic = self.config.rope_parameters["rope_type"] == "dynamic"
-        longest = length if packing is None else packing.max_length
-        if is_tracing() and dynamic and packing is not None:
-            return packing.cu_seq_lens.diff().max()
-        if mask is not None and mask.dim() == 2:
-            if dynamic or (not is_tracing() and longest > limit):
-                longest = mask.sum(dim=-1).max()
-        if is_tracing() or (torch.is_tensor(longest) and not has_values(longest)):
-            return longest
-
-        longest = int(longest)
-        if longest > limit and self.config.position_embedding_type == "learned":
-            raise ValueError(
-                f"The sequence length must be at most {limit}, the number of learned positions, "
-                f"got {longest}. Truncate the texts."
-            )
-        if longest > limit:
-            logger.warning_once(
-                f"A sequence of {longest} tokens is longer than the {limit} of "
-                "max_position_embeddings and RoPE scaling. Expect worse results, or extend the "
-                "context with rope_scaling={'rope_type': 'yarn', 'factor': ...}."
-            )
-        return longest
-
-
-def _pack_padded(
-    attention_mask: torch.Tensor | None, shape: torch.Size, may_pack: bool
-) -> tuple[Packing | None, torch.Tensor | None]:
-    """Pack a padded batch, if allowed.
-
-    Returns:
-        `(packing, None)` for a packed batch and `(None, mask)` for a dense one; `mask` is None if
-        nothing is padded.
-    """
-    mask = _check_mask(attention_mask, shape)
-    if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
-        return None, mask
-
-    # The only wait for a GPU.
-    lengths = mask.sum(dim=-1).tolist()
-    if sum(lengths) == mask.numel():
-        return None, None
-    if may_pack and any(lengths):
-        return Packing.from_mask(mask, lengths), None
-    return None, mask
 
 
 # -------------------------------------------------------------------------------------------- heads
@@ -1251,40 +1199,6 @@ def _check_labels(
                 f"got {labels[wrong][0].item()}."
             )
     return labels
-
-
-def _check_mask(attention_mask: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """Return a checked attention mask.
-
-    Returns:
-        (B, L) bool; or (B, 1 or H, L, L), bool or additive, also from (B, 1, 1, L); or None.
-
-    Raises:
-        ValueError: If the shape does not fit, or a 2-D mask has values other than 0 and 1.
-    """
-    if attention_mask is None:
-        return None
-    mask = attention_mask
-    batch, length = shape
-
-    if mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, length):
-        if mask.shape[3] == length:
-            mask = mask.expand(-1, -1, length, -1)
-            return mask if mask.is_floating_point() else mask.to(torch.bool)
-
-    if mask.shape == (1, length):
-        mask = mask.expand(shape)
-    if mask.shape != shape:
-        raise ValueError(
-            f"`attention_mask` must have shape ({batch}, {length}), ({batch}, 1, 1, {length}) or "
-            f"({batch}, 1, {length}, {length}), got {tuple(mask.shape)}."
-        )
-    if has_host_values(mask) and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError(
-            "`attention_mask` must be 1 for tokens and 0 for padding, got values from "
-            f"{mask.min().item()} to {mask.max().item()}."
-        )
-    return mask.to(torch.bool)
 
 
 # -------------------------------------------------------------------------------- rotary embeddings

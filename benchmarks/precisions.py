@@ -12,6 +12,8 @@ Every engine runs in a process of its own on the same token ids. Several batch s
 the first of `--threads`, and the fastest is used. A float32 matrix product on one thread, before
 and after every timed pass, measures the speed of the machine at that time. Speedups are ratios of
 speeds that are divided by the speed of the machine.
+
+If OUTPUT.json has results of another CPU, they are kept, and the tables have rows for each CPU.
 """
 
 import functools
@@ -29,10 +31,12 @@ from tqdm import tqdm
 
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
+from neobert.common.environment import environment_line, hardware
 from neobert.common.errors import UserError, one_line
 from neobert.common.loading import load_tokenizer
 from neobert.common.measures import PeakMemory
 from neobert.common.options import OptionGroup, option
+from neobert.common.results import earlier_result
 from neobert.common.tables import markdown_table
 from neobert.throughput.models import draw_lengths
 from neobert.throughput.options import check_set
@@ -298,19 +302,108 @@ def summarize(
     return rows
 
 
+def results_of_other_cpus(
+    output: str | Path, processor: str, options: PrecisionsOptions
+) -> list[dict[str, Any]]:
+    """Return the results in OUTPUT.json that were measured on other CPUs.
+
+    Args:
+        output: Result files, without the suffix.
+        processor: `hardware()` of this machine.
+        options: Options of this run.
+
+    Returns:
+        {"environment", "rows"} of each CPU.
+
+    Raises:
+        UserError: If they have other workloads or numbers of threads than this run.
+    """
+    earlier = earlier_result(f"{output}.json", "environment", "rows")
+    if earlier is None:
+        return []
+    latest = {"environment": earlier["environment"], "rows": earlier["rows"]}
+    others = [
+        result
+        for result in (latest, *earlier.get("other_cpus", ()))
+        if result["environment"]["hardware"] != processor
+    ]
+
+    columns = {(workload, count) for workload in options.sets for count in options.threads}
+    for result in others:
+        measured = {
+            (speed["set"], speed["threads"])
+            for row in result["rows"]
+            for speed in row.get("speeds", ())
+        }
+        if measured and measured != columns:
+            raise UserError(
+                f"{output}.json has results of another CPU with other workloads or numbers of "
+                "threads, so that they do not fit into one table. Choose another --output."
+            )
+    return others
+
+
 def page(
-    rows: Sequence[dict[str, Any]],
+    results: Mapping[str, Sequence[dict[str, Any]]],
     options: PrecisionsOptions,
     texts: Mapping[str, list[list[int]]],
 ) -> str:
-    """Return the tables as markdown."""
-    measured = [row for row in rows if "error" not in row]
-    columns = [
-        f"{speed['set']}, {speed['threads']} thread{'s' if speed['threads'] > 1 else ''}"
-        for speed in measured[0]["speeds"]
-    ]
-    exact = next((row["speeds"] for row in measured if row["engine"] == "torch-fp32"), None)
+    """Return the tables as markdown.
 
+    Args:
+        results: Rows of `summarize` by CPU, that of this run first.
+        options: Options of this run.
+        texts: Token ids, {workload: texts}.
+    """
+    columns = [
+        f"{workload}, {count} thread{'s' if count > 1 else ''}"
+        for count in options.threads
+        for workload in options.sets
+    ]
+    tables: list[list[list[Any]]] = [[], [], []]
+    failed = []
+    for cpu, rows in results.items():
+        for table, part in zip(tables, rows_of_cpu(rows)):
+            # The CPU is only named in its first row.
+            table += [["" if row is not part[0] else cpu, *row] for row in part]
+        failed += [
+            f"- {row['name']} {row['precision']}, {cpu}: {row['error']}"
+            for row in rows
+            if "error" in row
+        ]
+    speeds, speedups, details = tables
+
+    counts = [
+        f"{workload}: {len(ids)} texts with {sum(map(len, ids)):,} tokens"
+        for workload, ids in texts.items()
+    ]
+    names = ["CPU", "Engine", "Precision"]
+    size_columns = ["Worst cosine", "Memory (MiB)", "Size on disk (MiB)"]
+    quartile_columns = [f"{name}, quartiles" for name in columns]
+    parts = [
+        f"Non-padding tokens per second, median over {options.repeats} passes. "
+        f"{', '.join(counts)}. Model: {options.files}. Worst cosine: the lowest cosine similarity "
+        "of a mean-pooled embedding to that of torch in float32. Memory: peak beyond the process "
+        "without a model, including loading and the search for the batch size.",
+        markdown_table([*names, *columns, *size_columns], speeds),
+        "## Speedup over torch in float32",
+        "Ratios of speeds that are divided by the speed of a float32 matrix product beside every "
+        "pass.",
+        markdown_table([*names, *columns], speedups),
+        "## Quartiles and settings",
+        markdown_table([*names, *quartile_columns, "Batch sizes", "Settings"], details),
+    ]
+    if failed:
+        parts += ["## Not measured", "\n".join(failed)]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def rows_of_cpu(
+    rows: Sequence[dict[str, Any]],
+) -> tuple[list[list[Any]], list[list[Any]], list[list[Any]]]:
+    """Return the rows of the tables of speeds, speedups and details for one CPU."""
+    measured = [row for row in rows if "error" not in row]
+    exact = next((row["speeds"] for row in measured if row["engine"] == "torch-fp32"), None)
     speeds = []
     speedups = []
     details = []
@@ -331,32 +424,7 @@ def page(
         batch_sizes = sorted({speed["batch"] for speed in row["speeds"] if speed["batch"]})
         ranges = [between(speed["quartiles"]) for speed in row["speeds"]]
         details.append([*name, *ranges, ", ".join(map(str, batch_sizes)), row["how"]])
-
-    counts = [
-        f"{workload}: {len(ids)} texts with {sum(map(len, ids)):,} tokens"
-        for workload, ids in texts.items()
-    ]
-    size_columns = ["Worst cosine", "Memory (MiB)", "Size on disk (MiB)"]
-    quartile_columns = [f"{name}, quartiles" for name in columns]
-    parts = [
-        f"Non-padding tokens per second, median over {options.repeats} passes. "
-        f"{', '.join(counts)}. Model: {options.files}. Worst cosine: the lowest cosine similarity "
-        "of a mean-pooled embedding to that of torch in float32. Memory: peak beyond the process "
-        "without a model, including loading and the search for the batch size.",
-        markdown_table(["Engine", "Precision", *columns, *size_columns], speeds),
-        "## Speedup over torch in float32",
-        "Ratios of speeds that are divided by the speed of a float32 matrix product beside every "
-        "pass.",
-        markdown_table(["Engine", "Precision", *columns], speedups),
-        "## Quartiles and settings",
-        markdown_table(
-            ["Engine", "Precision", *quartile_columns, "Batch sizes", "Settings"], details
-        ),
-    ]
-    failed = [f"- {r['name']} {r['precision']}: {r['error']}" for r in rows if "error" in r]
-    if failed:
-        parts += ["## Not measured", "\n".join(failed)]
-    return "\n\n".join(part.strip() for part in parts)
+    return speeds, speedups, details
 
 
 @benchmark("Precisions and engines on the CPU", PrecisionsOptions)
@@ -379,16 +447,25 @@ def main(
         name: make_texts(draw_lengths(name, TEXTS.get(name, 8)), tokenizer) for name in options.sets
     }
 
+    processor = hardware()
+    others = results_of_other_cpus(options.output, processor, options)
     rows = summarize(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
         raise UserError(f"no engine could be measured: {rows[0]['error']}.")
+
+    results = {processor: rows}
+    results |= {other["environment"]["hardware"]: other["rows"] for other in others}
+    text = page(results, options, texts)
+    if others:
+        lines = [f"- {environment_line(other['environment'])}." for other in others]
+        text += "\n\n## Measurements on the other CPUs\n\n" + "\n".join(lines)
     recorded = {
         "packages": PACKAGES,
         "capability": torch.backends.cpu.get_cpu_capability(),
         # The numbers of threads are in the columns.
         "threads": None,
     }
-    return {"rows": rows}, page(rows, options, texts), recorded
+    return {"rows": rows, "other_cpus": others}, text, recorded
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import difflib
 import importlib
 import itertools
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,6 +156,11 @@ def _leave_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+        # A thread of gloo releases the tensors of the last operation after the operation has ended,
+        # and needs Python's lock for it. If the interpreter ends at that moment, the thread aborts
+        # the process (pytorch#179291). `destroy_process_group` joins the threads unless a module
+        # still refers to the group, as default arguments in DeepSpeed do.
+        time.sleep(0.2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import precisions
+from neobert.common.errors import UserError
 from neobert.throughput import timing
 
 
@@ -67,7 +68,49 @@ def test_every_row_is_compared_with_float32(result):
         f"{one['corrected'] / exact['corrected']:.2f}"
         for one, exact in zip(row["speeds"], base["speeds"])
     ]
-    assert f"| torch | int8 | {' | '.join(ratios)} |" in table and "| torch | fp32 |" not in table
+    assert f" | torch | int8 | {' | '.join(ratios)} |" in table and "| torch | fp32 |" not in table
+
+
+@pytest.fixture
+def of_two_cpus(tmp_path, monkeypatch):
+    """Run the script on this CPU where OUTPUT.json has results of another one."""
+    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
+    monkeypatch.setattr(precisions, "TEXTS", {"short": 2})
+    monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+
+    def main(*arguments, cpu="this CPU"):
+        monkeypatch.setattr(precisions, "hardware", lambda: cpu)
+        monkeypatch.setattr("neobert.common.environment.hardware", lambda: cpu)
+        argv = f"--files {tmp_path}/files --output {tmp_path}/out --repeats 1 --threads 1"
+        argv = [*argv.split(), "--engines", "torch-fp32", "torch-bf16", *arguments]
+        code = precisions.main(argv, small=SMALL)
+        assert code == 0
+        return json.loads((tmp_path / "out.json").read_text()), (tmp_path / "out.md").read_text()
+
+    main("--sets", "short", cpu="another CPU")
+    return main
+
+
+def test_results_of_other_cpus_are_kept(of_two_cpus):
+    earlier, _ = of_two_cpus("--sets", "short", cpu="another CPU")
+    data, page = of_two_cpus("--sets", "short")
+    assert data["environment"]["hardware"] == "this CPU"
+    assert data["other_cpus"] == [{"environment": earlier["environment"], "rows": earlier["rows"]}]
+    for table in (page.partition("## Speedup")[0], page.partition("## Speedup")[2]):
+        assert table.index("| this CPU | torch | ") < table.index("| another CPU | torch | ")
+    assert "## Measurements on the other CPUs" in page
+
+    # A repeated run replaces the results of its CPU.
+    data, page = of_two_cpus("--sets", "short")
+    assert [other["environment"]["hardware"] for other in data["other_cpus"]] == ["another CPU"]
+    assert page.count("| this CPU | torch | fp32 |") == 2
+
+
+def test_results_of_other_workloads_do_not_fit_into_the_table(of_two_cpus, monkeypatch):
+    monkeypatch.setattr(precisions, "measure_all", None)
+    with pytest.raises(UserError, match="other workloads or numbers of threads"):
+        of_two_cpus("--sets", "128")
 
 
 def test_speeds_are_tokens_over_seconds_at_one_pace():
