@@ -3,8 +3,8 @@
 In int8, the weights of a linear layer have one scale per output channel, and its inputs one scale
 per token. (`onnxruntime.quantization.quantize_dynamic` has one scale per batch.) A token with large
 values then does not reduce the precision of other tokens, and the embedding of a text does not
-depend on the other texts of the batch. The weights use 7 of the 8 bits: sums of two products stay
-within 16 bits, which processors without VNNI instructions would saturate.
+depend on the other texts of the batch. Pairs of weights are limited, so that sums of two products
+stay within 16 bits, which processors without VNNI instructions would saturate.
 """
 
 import copy
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from ..quantization.int8_product import LARGEST, ZERO, largest_weights
 from .graph import quiet
 
 
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
     import onnx
 
 
-# Weights are -63 to 63 and inputs 1 to 255 around 128, so that 2 * 255 * 63 < 2^15.
-_WEIGHT_STEPS = 63
+# The inputs are 1 to 255, around `ZERO`.
 _INPUT_STEPS = 127
-_INPUT_ZERO = 128
 # Matrices with fewer outputs stay in float32: the last layer of a classifier is small, and reads a
 # single vector per text.
 _MIN_OUTPUTS = 64
@@ -144,20 +144,19 @@ def _replace(field: Any, items: Iterable[Any]) -> None:
     field.extend(copies)
 
 
-def _steps(matrix: np.ndarray, axis: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize a matrix to the integers -steps to steps.
+def _integers(matrix: np.ndarray, limit_pairs: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize the rows of a matrix to the integers -127 to 127.
 
     Args:
         matrix: float32 matrix.
-        axis: Axis whose values share a scale.
-        steps: Largest integer.
+        limit_pairs: See `largest_weights`.
 
     Returns:
-        int8 matrix, and float32 scales along the other axis.
+        int8 matrix, and float32 scales of its rows.
     """
-    scales = np.maximum(np.abs(matrix).max(axis), _SMALLEST) / steps
-    rounded = np.rint(matrix / np.expand_dims(scales, axis))
-    return rounded.astype(np.int8), scales.astype(np.float32)
+    rows = torch.from_numpy(np.array(matrix))
+    scales = largest_weights(rows, limit_pairs).clamp(min=_SMALLEST) / LARGEST
+    return (rows / scales[:, None]).round().to(torch.int8).numpy(), scales.numpy()
 
 
 def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
@@ -167,7 +166,7 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
     name = node.name
     ids = node.input[1]
     # Only the rows of the input are converted to float, not the complete table.
-    rows, scales = _steps(table, 1, 127)
+    rows, scales = _integers(table, limit_pairs=False)
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
         # Type 1 is FLOAT of TensorProto.
@@ -193,13 +192,13 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
     name = node.name
     x = node.input[0]
     # The columns of an ONNX weight are the outputs, so that each output has its own scale.
-    steps, scales = _steps(weight, 0, _WEIGHT_STEPS)
+    integers, scales = _integers(weight.T, limit_pairs=True)
     tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),
         "int8_smallest": np.array(_SMALLEST, np.float32),
         "int8_step": np.array(1 / _INPUT_STEPS, np.float32),
-        "int8_zero": np.array(_INPUT_ZERO, np.uint8),
-        f"{name}_weight": steps,
+        "int8_zero": np.array(ZERO, np.uint8),
+        f"{name}_weight": np.ascontiguousarray(integers.T),
         f"{name}_scales": scales,
     }
 

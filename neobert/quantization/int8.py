@@ -3,8 +3,8 @@
     model = neobert.quantize_int8(model)
 
 The values x of a token become codes round(x / scale) + 128 with scale = max|x| / 127, and the
-weights w of an output channel become integers round(w / scale) of at most `weight_steps`. The
-integer product is exact, so the result of a text does not depend on the other rows of a batch.
+weights w of an output channel become integers round(w / scale) of at most 127. The integer product
+is exact, so the result of a text does not depend on the other rows of a batch.
 Everything else, such as attention and residuals, stays in the dtype of the model.
 
 The pass that computes the values of a token (norm, silu * up) also computes its codes, and the
@@ -27,7 +27,14 @@ from torch import nn
 from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
-from .int8_product import ZERO, pack_weight, product, weight_steps
+from .int8_product import (
+    LARGEST,
+    ZERO,
+    largest_weights,
+    must_limit_pairs,
+    pack_weight,
+    product,
+)
 from .packed_linear import number_of_rows
 from .smoothing import encoders_of, linear_layers, random_token_states, smooth
 
@@ -38,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 STEPS = 127
 # A warning follows if the cosine similarity between the hidden states of a random token in the
 # quantized and the original model is smaller.
-MIN_COSINE = 0.98
+MIN_COSINE = 0.99
 
 # Number of elements per slice of an elementwise pass, and of tokens per slice of a feed-forward.
 _ELEMENTS = 1 << 18
@@ -193,22 +200,22 @@ class Int8Linear(nn.Module):
 
     Args:
         weight: (N, K) weight.
-        steps: Largest integer weight.
+        limit_pairs: See `largest_weights`.
         factor: Factor of the inputs that is part of the scales of the weights.
     """
 
-    def __init__(self, weight: torch.Tensor, steps: int, factor: float = 1.0) -> None:
+    def __init__(self, weight: torch.Tensor, limit_pairs: bool, factor: float = 1.0) -> None:
         super().__init__()
         weight = weight.detach().float()
-        largest = torch.maximum(weight.amax(1), weight.amin(1).neg()).clamp(min=_SMALLEST)
-        integers = (weight * (steps / largest)[:, None]).round_().to(torch.int8)
+        largest = largest_weights(weight, limit_pairs)
+        integers = (weight * (LARGEST / largest)[:, None]).round_().to(torch.int8)
         self.out_features, self.in_features = weight.shape
 
         # Not buffers, because `.to(bfloat16)` would round the scales.
         self.packed = pack_weight(integers)
-        # `quantize` returns scales times `STEPS`, and the weights are divided by largest / steps.
+        # `quantize` returns scales times `STEPS`, and the weights are divided by largest / LARGEST.
         # Both constants are part of the scale of an output channel.
-        self.weight_scales = largest * (factor / (steps * STEPS))
+        self.weight_scales = largest * (factor / (LARGEST * STEPS))
         self.zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def product(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -331,7 +338,7 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
         )
     for encoder in encoders:
         _check(encoder)
-    steps = weight_steps(even_if_slow)
+    limit_pairs = must_limit_pairs(even_if_slow)
 
     # Tensors that are created in inference mode cannot be used outside of it.
     model.eval().requires_grad_(False)
@@ -340,7 +347,7 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
             # Smoothing changes the weights, not the outputs, and returns the states before it.
             original = smooth(encoder)
             for block in encoder.transformer_encoder:
-                _quantize_block(block, steps)
+                _quantize_block(block, limit_pairs)
             _warn_if_different(random_token_states(encoder.eval()), original)
     return model
 
@@ -379,19 +386,19 @@ def _check(encoder: Any) -> None:
         )
 
 
-def _quantize_block(block: Any, steps: int) -> None:
+def _quantize_block(block: Any, limit_pairs: bool) -> None:
     """Replace the linear layers of a block, and the layers that compute their codes."""
     qkv, wo, up, down = linear_layers(block)
     # The codes of an `Int8Norm` stand for values without this factor, sqrt(D).
     factor = qkv.in_features**0.5
-    block.qkv = Int8Linear(qkv.weight, steps, factor)
-    block.wo = Int8Linear(wo.weight, steps)
+    block.qkv = Int8Linear(qkv.weight, limit_pairs, factor)
+    block.wo = Int8Linear(wo.weight, limit_pairs)
 
     # Each norm returns codes, so that qkv and up do not quantize their inputs again.
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
     block.ffn = Int8FeedForward(
-        Int8Linear(up.weight, steps, factor), Int8Linear(down.weight, steps)
+        Int8Linear(up.weight, limit_pairs, factor), Int8Linear(down.weight, limit_pairs)
     )
     # An attribute of the instance shadows the method of the class, for this block alone.
     block.project = MethodType(_project, block)

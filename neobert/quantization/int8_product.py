@@ -2,8 +2,9 @@
 
 `torch.ops.onednn.qlinear_pointwise` with unsigned 8-bit inputs is the only fast one in torch. With
 signed inputs oneDNN runs its reference code, which is 10,000 times slower. CPUs with VNNI or
-AMX-INT8 add products in 32 bits. Other CPUs add pairs of products in 16 bits first and saturate;
-with weights of at most 64 their product is exact again.
+AMX-INT8 add products in 32 bits. Other CPUs first add the products of inputs 2j and 2j + 1 in 16
+bits, and saturate. Their product is exact if the weights of such a pair that have the same sign add
+up to at most 128: 255 * 128 < 2^15.
 
 Shape legend: R rows, K inputs, N outputs.
 """
@@ -21,14 +22,36 @@ from ..common.measures import best_times, one_thread
 
 # Code of the value 0, the zero point of the inputs.
 ZERO = 128
-# Largest integer weights, in order of preference: 2 * 255 * 64 < 2^15.
-WEIGHT_STEPS = (127, 64)
+# Largest integer weight.
+LARGEST = 127
 # Minimum speedup over float32.
 MIN_SPEEDUP = 1.1
+# Lower bound of a magnitude, so that a channel of zeros is not divided by zero.
+_SMALLEST = 1e-30
 
 # The processor time of a thread is too coarse on Windows.
 _has_fine_clock = time.get_clock_info("thread_time").resolution < 1e-5
 _clock: Callable[[], float] = time.thread_time if _has_fine_clock else time.perf_counter
+
+
+def largest_weights(weight: torch.Tensor, limit_pairs: bool) -> torch.Tensor:
+    """Return the magnitude of each output channel, (N,), that becomes the integer 127.
+
+    Args:
+        weight: (N, K) weight.
+        limit_pairs: Whether inputs 2j and 2j + 1 are a pair, whose integers of the same sign must
+            not add up to more than 128. Half of the range for each weight would ensure this, too,
+            but the largest weights rarely are neighbors.
+    """
+    if limit_pairs:
+        pairs = F.pad(weight, (0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+        # Rounding adds at most 1/2 to each of the two weights: 127 + 2/2 = 128.
+        highest = pairs.clamp(min=0).sum(-1).amax(1)
+        lowest = pairs.clamp(max=0).sum(-1).amin(1)
+    else:
+        highest = weight.amax(1)
+        lowest = weight.amin(1)
+    return torch.maximum(highest, lowest.neg()).clamp(min=_SMALLEST)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -61,32 +84,37 @@ def product(
     )
 
 
-def is_exact(steps: int, rows: int, inputs: int = 520) -> bool:
+def is_exact(limit_pairs: bool, rows: int, inputs: int = 520) -> bool:
     """Return whether the product equals the integer product for inputs with the largest sums.
 
     Args:
-        steps: Absolute value of all weights; the codes are 0 or 255.
-        rows: Number of rows.
+        limit_pairs: Whether the weights of a pair add up to 128, or each weight is 127.
+        rows: Number of rows; the codes are 0 or 255.
         inputs: Number of inputs.
     """
     # Besides random signs there are outputs whose weights have one sign, which reach the largest
-    # sums of both signs, and one with alternating signs.
+    # sums of both signs, and one with alternating pairs.
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (24, inputs), generator=generator) * 2 - 1
+    signs = torch.randint(2, (24, inputs // 2), generator=generator) * 2 - 1
     signs[:3] = torch.tensor([1, -1, 1])[:, None]
     signs[2, ::2] = -1
-    weight = (signs * steps).to(torch.int8)
+    weight = torch.full((24, inputs // 2, 2), LARGEST)
+    if limit_pairs:
+        weight[..., 0] = torch.randint(1, LARGEST + 1, weight.shape[:2], generator=generator)
+        weight[..., 1] = LARGEST + 1 - weight[..., 0]
+    weight = (weight * signs[..., None]).flatten(1)
     codes = torch.randint(2, (rows, inputs), generator=generator) * 255
     codes[0] = 255
 
     # float32 represents the sums exactly: 520 * 128 * 127 < 2^24.
-    output = product(codes.to(torch.uint8), pack_weight(weight), torch.ones(len(weight)))
-    return torch.equal(output, ((codes - ZERO) @ weight.long().T).float())
+    packed = pack_weight(weight.to(torch.int8))
+    output = product(codes.to(torch.uint8), packed, torch.ones(len(weight)))
+    return torch.equal(output, ((codes - ZERO) @ weight.T).float())
 
 
 @functools.cache
-def weight_steps(even_if_slow: bool = False) -> int:
-    """Return the largest integer weight with which the product of this CPU is exact, 127 or 64.
+def must_limit_pairs(even_if_slow: bool = False) -> bool:
+    """Return whether the product of this CPU is exact only if pairs of weights are limited.
 
     A check and a measurement of some milliseconds on one thread decide, with 128 rows of 768.
 
@@ -103,7 +131,9 @@ def weight_steps(even_if_slow: bool = False) -> int:
             is_reference = times[1] > 50 * times[0]
             # A single row has a kernel of its own.
             exact = [
-                steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
+                limit_pairs
+                for limit_pairs in (False, True)
+                if all(is_exact(limit_pairs, rows) for rows in (1, 16))
             ]
             if not is_reference:
                 times = _seconds(128, 768, 9)

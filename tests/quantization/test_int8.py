@@ -61,10 +61,13 @@ def bundled_pair():
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 33, 512])
 def test_the_product_is_the_integer_product(rows):
     """Also where every pair of products is as large as it can be."""
-    steps = int8_product.weight_steps(even_if_slow=True)
-    weight = torch.randint(-steps, steps + 1, (72, 200), dtype=torch.int8)
+    limit_pairs = int8_product.must_limit_pairs(even_if_slow=True)
+    largest = 64 if limit_pairs else 127
+    weight = torch.randint(-largest, largest + 1, (72, 200), dtype=torch.int8)
     codes = torch.randint(0, 256, (rows, 200), dtype=torch.uint8)
-    weight[:2], weight[2], codes[0] = steps, -steps, 255
+    weight[:2], weight[2], codes[0] = largest, -largest, 255
+    weight[3, ::2], weight[3, 1::2] = 127, 1
+    weight[4, ::2], weight[4, 1::2] = -3, -125
     exact = (codes.numpy().astype(np.int64) - 128) @ weight.numpy().astype(np.int64).T
     scales = torch.rand(72)
     found = int8_product.product(codes, int8_product.pack_weight(weight), scales)
@@ -81,8 +84,27 @@ def test_the_check_finds_a_product_that_saturates(monkeypatch):
 
     monkeypatch.setattr(int8_product, "pack_weight", lambda weight: weight)
     monkeypatch.setattr(int8_product, "product", saturating)
-    assert not int8_product.is_exact(127, 16) and not int8_product.is_exact(65, 16)
-    assert int8_product.is_exact(64, 16)
+    assert not int8_product.is_exact(False, 16)
+    assert int8_product.is_exact(True, 16)
+    monkeypatch.setattr(int8_product, "LARGEST", 128)
+    assert not int8_product.is_exact(True, 16)
+
+
+def test_largest_weights_by_hand():
+    """Pairs of one sign add up to 127 at most; a weight without a neighbor is a pair of its own."""
+    weight = torch.tensor([[3.0, 4, -5, 0, 1], [-3, -4, -2, 8, -1], [2, -2, 2, -2, 9], [0] * 5])
+    assert int8_product.largest_weights(weight, False).tolist()[:3] == [5, 8, 9]
+    assert int8_product.largest_weights(weight, True).tolist()[:3] == [7, 8, 9]
+    assert int8_product.largest_weights(weight, True)[3] > 0
+
+
+def test_rounded_pairs_stay_within_16_bits():
+    weight = torch.randn(200, 96)
+    weight[:50] = weight[:50].abs()
+    integers = (weight * 127 / int8_product.largest_weights(weight, True)[:, None]).round()
+    pairs = integers.unflatten(1, (-1, 2))
+    assert pairs.clamp(min=0).sum(-1).max() * 255 < 2**15
+    assert pairs.clamp(max=0).sum(-1).min() * 255 >= -(2**15)
 
 
 @pytest.fixture
@@ -91,11 +113,11 @@ def measured(monkeypatch):
 
     def set_seconds(*seconds):
         monkeypatch.setattr(int8_product, "_seconds", lambda *given: list(seconds))
-        int8_product.weight_steps.cache_clear()
+        int8_product.must_limit_pairs.cache_clear()
 
     yield set_seconds
     monkeypatch.undo()
-    int8_product.weight_steps.cache_clear()
+    int8_product.must_limit_pairs.cache_clear()
 
 
 def test_a_slow_product_is_never_used_silently(measured, model):
@@ -108,7 +130,7 @@ def test_a_slow_product_is_never_used_silently(measured, model):
 
 def test_a_product_that_is_not_exact_is_refused(measured, model, monkeypatch):
     measured(1.0, 0.5)
-    monkeypatch.setattr(int8_product, "is_exact", lambda steps, rows: False)
+    monkeypatch.setattr(int8_product, "is_exact", lambda limit_pairs, rows: False)
     with pytest.raises(UserError, match="not exact"):
         quantize_int8(model, even_if_slow=True)
 
@@ -116,19 +138,24 @@ def test_a_product_that_is_not_exact_is_refused(measured, model, monkeypatch):
 # ---------------------------------------------------------------------------------------- layers
 
 
-def test_a_linear_layer_by_hand():
+@pytest.mark.parametrize("limit_pairs", [False, True])
+def test_a_linear_layer_by_hand(limit_pairs):
+    if not limit_pairs and int8_product.must_limit_pairs(even_if_slow=True):
+        pytest.skip("the product of this CPU saturates")
     weight, x = torch.randn(24, 40), torch.randn(3, 7, 40)
     x[1, 2] = 0  # a row of zeros has a scale too
-    found = int8.Int8Linear(weight, 64)(x)
+    found = int8.Int8Linear(weight, limit_pairs)(x)
     for row, output in zip(x.flatten(0, 1), found.flatten(0, 1)):
         scale = row.abs().max() / 127
         codes = torch.floor(row / scale + 0.5) if scale else torch.zeros(40)
         for column, value in zip(weight, output):
-            step = column.abs().max() / 64
+            pairs = column.unflatten(0, (-1, 2))
+            sums = torch.stack((pairs.clamp(min=0).sum(1), -pairs.clamp(max=0).sum(1)))
+            step = (sums.max() if limit_pairs else column.abs().max()) / 127
             exact = (codes.double() @ torch.round(column / step).double()) * step * scale
             # A value half-way between two codes may be rounded either way.
-            assert abs(value - exact) <= 1.01 * step * 64 * scale / 2**14 + 1e-6 * abs(exact) or (
-                abs(value - exact) <= step * 64 * scale
+            assert abs(value - exact) <= 1.01 * step * 127 * scale / 2**14 + 1e-6 * abs(exact) or (
+                abs(value - exact) <= step * 127 * scale
                 and (((row / scale) % 1) - 0.5).abs().min() < 1e-4
             )
     assert not found[1, 2].any() and found.shape == (3, 7, 24)
@@ -179,10 +206,8 @@ def test_the_bundled_encoder_is_near(bundled_pair):
     (hidden, texts), (rounded, rounded_texts) = (
         outputs(encoder.sentence_transformer[0].auto_model, tokens) for encoder in bundled_pair
     )
-    # On CPUs without VNNI, the weights have 7 bits.
-    least = (0.995, 0.999) if int8_product.weight_steps(even_if_slow=True) == 127 else (0.99, 0.997)
-    assert cosines(rounded, hidden).min() >= least[0]
-    assert cosines(rounded_texts, texts).min() >= least[1]
+    assert cosines(rounded, hidden).min() >= 0.995
+    assert cosines(rounded_texts, texts).min() >= 0.999
     assert ours.dtype_name == "int8" and not torch.equal(hidden, rounded)
 
 
