@@ -14,8 +14,8 @@ def test_engines_take_turns_and_the_first_call_of_a_turn_is_not_measured(monkeyp
 
 
 def test_the_table_has_the_ratio_to_onnx_runtime():
-    row = {"tokens": 8, "PackedEncoder bfloat16": 1.0}
-    row |= {"PackedEncoder float32": 3.0, "PackedEncoder int8": 2.0}
-    row |= {"ONNX Runtime float32": 2.0, "ONNX Runtime int8": 1.0}
+    row = {"tokens": 8, "PackedEncoder, bfloat16": 1.0}
+    row |= {"PackedEncoder, float32": 3.0, "PackedEncoder, int8": 2.0}
+    row |= {"ONNX Runtime, float32": 2.0, "ONNX Runtime, int8": 1.0}
     last = latency.table([row]).splitlines()[-1]
     assert last.endswith("| 1.50 | 2.00 |") and last.startswith("| 8 | 1.00 |")
