@@ -5,7 +5,11 @@ float32 with outliers, unsupported models, and equal bits of a text in every bat
 """
 
 import copy
+import os
 import pickle
+import platform
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -209,6 +213,31 @@ def test_the_bundled_encoder_is_near(bundled_pair):
     assert cosines(rounded, hidden).min() >= 0.995
     assert cosines(rounded_texts, texts).min() >= 0.999
     assert ours.dtype_name == "int8" and not torch.equal(hidden, rounded)
+
+
+WITHOUT_VNNI = f"""
+from neobert import NeoBERTModel, quantize_int8
+from neobert.quantization.int8_product import must_limit_pairs
+
+assert must_limit_pairs(even_if_slow=True)
+quantize_int8(NeoBERTModel.from_pretrained({ENCODER!r}), even_if_slow=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have no AVX2")
+def test_the_bundled_encoder_on_a_cpu_without_vnni():
+    """oneDNN runs the kernels of such a CPU, whose sums saturate. `quantize_int8` warns if one of
+    256 random tokens has a cosine below 0.99."""
+    variables = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VNNI],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "differs from the original" not in run.stderr, run.stderr
 
 
 def test_packed_padded_and_dense_agree(tiny_config):
