@@ -37,7 +37,7 @@ from .measuring import ROOT, benchmark
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 DTYPES = ("float32", "int8", "bfloat16")
 # What was tried on an AMD EPYC with AVX-512, VNNI and AVX512-BF16, bundled encoder, 8 tokens.
-EXPERIMENTS = """## Rejected alternatives
+REJECTED_ALTERNATIVES = """## Rejected alternatives
 
 `PackedEncoder` runs prepacked oneDNN linear layers and few operators (`neobert/embeddings/cpu_forward.py`). Before this forward pass existed (commit a45ec02), one text of 8, 20, 60 and 200 tokens took 8.7, 13.2, 16.7 and 40.2 ms in float32 with the encoder that was bundled then. At 8 tokens, the 16 matrix products alone take 2.4 ms, as long as the complete forward pass of ONNX Runtime.
 
@@ -174,7 +174,7 @@ def main(options: LatencyOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
     )
     for name, rows in data.items():
         page += f"\n## {name}\n\n{table(rows)}\n"
-    page += f"\n{EXPERIMENTS}"
+    page += f"\n{REJECTED_ALTERNATIVES}"
     return {"models": data}, page, {"packages": ["onnxruntime"], "dtype": "float32, int8, bfloat16"}
 
 

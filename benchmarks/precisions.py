@@ -365,7 +365,7 @@ def page(
     for cpu, rows in results.items():
         for table, part in zip(tables, rows_of_cpu(rows)):
             # The CPU is only named in its first row.
-            table += [["" if row is not part[0] else cpu, *row] for row in part]
+            table += [[cpu if row is part[0] else "", *row] for row in part]
         failed += [
             f"- {row['name']} {row['precision']}, {cpu}: {row['error']}"
             for row in rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..quantization.int8_product import LARGEST, ZERO, largest_weights
+from ..quantization.int8_product import LARGEST, ZERO, quantize_weight
 from .graph import quiet
 
 
@@ -144,21 +144,6 @@ def _replace(field: Any, items: Iterable[Any]) -> None:
     field.extend(copies)
 
 
-def _integers(matrix: np.ndarray, limit_pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize the rows of a matrix to the integers -127 to 127.
-
-    Args:
-        matrix: float32 matrix.
-        limit_pairs: See `largest_weights`.
-
-    Returns:
-        int8 matrix, and float32 scales of its rows.
-    """
-    rows = torch.from_numpy(np.array(matrix))
-    scales = largest_weights(rows, limit_pairs).clamp(min=_SMALLEST) / LARGEST
-    return (rows / scales[:, None]).round().to(torch.int8).numpy(), scales.numpy()
-
-
 def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
     """Return an int8 embedding with one scale per row."""
     from onnx import helper
@@ -166,7 +151,7 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
     name = node.name
     ids = node.input[1]
     # Only the rows of the input are converted to float, not the complete table.
-    rows, scales = _integers(table, limit_pairs=False)
+    integers, largest = quantize_weight(torch.tensor(table), limit_pairs=False)
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
         # Type 1 is FLOAT of TensorProto.
@@ -178,7 +163,8 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
             "Mul", [f"{name}_float", f"{name}_scale"], [node.output[0]], name=f"{name}_scaled"
         ),
     ]
-    return _Replacement(nodes, {f"{name}_rows": rows, f"{name}_scales": scales[:, None]})
+    scales = (largest / LARGEST)[:, None]
+    return _Replacement(nodes, {f"{name}_rows": integers.numpy(), f"{name}_scales": scales.numpy()})
 
 
 def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
@@ -192,14 +178,14 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
     name = node.name
     x = node.input[0]
     # The columns of an ONNX weight are the outputs, so that each output has its own scale.
-    integers, scales = _integers(weight.T, limit_pairs=True)
+    integers, largest = quantize_weight(torch.tensor(weight.T), limit_pairs=True)
     tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),
         "int8_smallest": np.array(_SMALLEST, np.float32),
         "int8_step": np.array(1 / _INPUT_STEPS, np.float32),
         "int8_zero": np.array(ZERO, np.uint8),
-        f"{name}_weight": np.ascontiguousarray(integers.T),
-        f"{name}_scales": scales,
+        f"{name}_weight": integers.T.contiguous().numpy(),
+        f"{name}_scales": (largest / LARGEST).numpy(),
     }
 
     def make(op_type: str, inputs: list[str], result: str, **attributes: Any) -> "onnx.NodeProto":

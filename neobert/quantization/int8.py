@@ -30,10 +30,10 @@ from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import (
     LARGEST,
     ZERO,
-    largest_weights,
     must_limit_pairs,
     pack_weight,
     product,
+    quantize_weight,
 )
 from .packed_linear import number_of_rows
 from .smoothing import encoders_of, linear_layers, random_token_states, smooth
@@ -206,9 +206,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, limit_pairs: bool, factor: float = 1.0) -> None:
         super().__init__()
-        weight = weight.detach().float()
-        largest = largest_weights(weight, limit_pairs)
-        integers = (weight * (LARGEST / largest)[:, None]).round_().to(torch.int8)
+        integers, largest = quantize_weight(weight.detach().float(), limit_pairs)
         self.out_features, self.in_features = weight.shape
 
         # Not buffers, because `.to(bfloat16)` would round the scales.

@@ -39,9 +39,9 @@ def largest_weights(weight: torch.Tensor, limit_pairs: bool) -> torch.Tensor:
 
     Args:
         weight: (N, K) weight.
-        limit_pairs: Whether inputs 2j and 2j + 1 are a pair, whose integers of the same sign must
-            not add up to more than 128. Half of the range for each weight would ensure this, too,
-            but the largest weights rarely are neighbors.
+        limit_pairs: Whether the integers of inputs 2j and 2j + 1 that have the same sign add up to
+            at most 128. Limiting each integer to 64 would ensure this, too, but is less accurate,
+            because large weights are rarely neighbors.
     """
     if limit_pairs:
         pairs = F.pad(weight, (0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
@@ -52,6 +52,21 @@ def largest_weights(weight: torch.Tensor, limit_pairs: bool) -> torch.Tensor:
         highest = weight.amax(1)
         lowest = weight.amin(1)
     return torch.maximum(highest, lowest.neg()).clamp(min=_SMALLEST)
+
+
+def quantize_weight(weight: torch.Tensor, limit_pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a weight with one scale per output channel.
+
+    Args:
+        weight: (N, K) float32 weight.
+        limit_pairs: See `largest_weights`.
+
+    Returns:
+        (N, K) int8 integers of at most 127, and the magnitude of each output channel, (N,), that
+        becomes 127.
+    """
+    largest = largest_weights(weight, limit_pairs)
+    return (weight * (LARGEST / largest)[:, None]).round_().to(torch.int8), largest
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

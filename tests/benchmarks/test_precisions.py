@@ -23,15 +23,20 @@ SMALL = {
 ENGINES = ["torch-fp32", "torch-bf16", "torch-int8", "onnx-fp32"]
 
 
+def measure_little(patch, texts):
+    """Measure few short texts and a small matrix product, in this process."""
+    patch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+    patch.setattr(timing, "GEMM_SECONDS", 0.0)
+    patch.setattr(precisions, "TEXTS", {"short": texts})
+    patch.setattr(precisions, "in_a_process", lambda function, *arguments: function(*arguments))
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """(rows by engine, page) of a run on models of 64."""
     folder = tmp_path_factory.mktemp("precisions")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
-        patch.setattr(timing, "GEMM_SECONDS", 0.0)
-        patch.setattr(precisions, "TEXTS", {"short": 6})
-        patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+        measure_little(patch, texts=6)
         argv = f"--files {folder}/files --output {folder}/out --sets short --repeats 2".split()
         argv += ["--threads", "1", "2", "--engines", *ENGINES]
         assert precisions.main(argv, small=SMALL) == 0
@@ -74,18 +79,14 @@ def test_every_row_is_compared_with_float32(result):
 @pytest.fixture
 def of_two_cpus(tmp_path, monkeypatch):
     """Run the script on this CPU where OUTPUT.json has results of another one."""
-    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
-    monkeypatch.setattr(precisions, "TEXTS", {"short": 2})
-    monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+    measure_little(monkeypatch, texts=2)
 
     def main(*arguments, cpu="this CPU"):
         monkeypatch.setattr(precisions, "hardware", lambda: cpu)
         monkeypatch.setattr("neobert.common.environment.hardware", lambda: cpu)
         argv = f"--files {tmp_path}/files --output {tmp_path}/out --repeats 1 --threads 1"
         argv = [*argv.split(), "--engines", "torch-fp32", "torch-bf16", *arguments]
-        code = precisions.main(argv, small=SMALL)
-        assert code == 0
+        assert precisions.main(argv, small=SMALL) == 0
         return json.loads((tmp_path / "out.json").read_text()), (tmp_path / "out.md").read_text()
 
     main("--sets", "short", cpu="another CPU")
