@@ -72,6 +72,7 @@ SYSTEMS = {
 # Other encoders that are measured, without fusion.
 BASELINES = {
     "pruned": "teacher, layers 0, 1, 4, 5",
+    "fine-tuned": "teacher, layers 0, 1, 4, 5, fine-tuned",
     "paraphrase": "paraphrase-MiniLM-L3-v2, 256 tokens",
     "paraphrase 128": "paraphrase-MiniLM-L3-v2, 128 tokens",
 }
@@ -113,6 +114,11 @@ class OpenTextOptions(OptionGroup):
     )
     against: str | None = option(
         None, "Another encoder to compare with instead of the teacher.", metavar="PATH"
+    )
+    pruned: str | None = option(
+        None,
+        "Pruned teacher that `python -m benchmarks.pruned_teacher` has fine-tuned.",
+        metavar="PATH",
     )
     rows: Annotated[int, Meta(ge=10)] = option(250, "Maximum number of texts per type of text.")
     cache: str = option(str(CACHE), "Directory of the downloaded packages.", metavar="PATH")
@@ -710,6 +716,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pruned = load(teacher)
         keep_layers(pruned, TEACHER_LAYERS)
         encoders["pruned"] = functools.partial(pruned.encode, normalize_embeddings=True)
+        if options.pruned:
+            encoders["fine-tuned"] = encoder(options.pruned)
 
         # The package has no tokenizer; its vocabulary and sizes are those of the teacher.
         try:

@@ -106,10 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(options: DistillOptions) -> dict[str, Any]:
+def train(options: DistillOptions, run_class: "type[Distillation] | None" = None) -> dict[str, Any]:
     """Train a student and write its directory, unless the run has finished before.
 
     An interrupted run resumes from its last complete checkpoint.
+
+    Args:
+        options: Options of the command.
+        run_class: Class of the run, by default `Distillation`.
 
     Returns:
         The content of figures.json: agreement over the steps, losses, time, comparison.
@@ -118,6 +122,7 @@ def train(options: DistillOptions) -> dict[str, Any]:
         UserError: If the input is not valid.
         Stopped: If SIGTERM was received; a checkpoint has been written.
     """
+    run_class = run_class or Distillation
     sources = [TextSource.from_entry(entry) for entry in options.data.texts]
     validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
     check_paths(options, [*sources, *validation_sources])
@@ -131,8 +136,8 @@ def train(options: DistillOptions) -> dict[str, Any]:
     )
 
     settings = run_identity(options, [*sources, *validation_sources], training.world_size)
-    output = Output(options.model.output, "distill", settings, result=RESULT)
-    run = Distillation(options, training, sources, validation_sources)
+    output = Output(options.model.output, run_class.name, settings, result=RESULT)
+    run = run_class(options, training, sources, validation_sources)
     return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder)
 
 
@@ -185,6 +190,8 @@ class Distillation:
         validation_sources: Sources of validation texts of other types.
     """
 
+    # The output directory of one class of runs is not resumed by another one.
+    name = "distill"
     texts: Texts
     agreement: Agreement
     queries: Queries | None
@@ -221,10 +228,7 @@ class Distillation:
 
         # The default of --embeddings-from-teacher depends on both models, and is resolved here.
         has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
-        student_options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
-        student = build_student(model, student_options, encoder, teacher.embedding_dimension)
-        if model.init_from_teacher:
-            self._transfer_blocks(student, teacher)
+        student = self.initial_student(teacher, has_teacher_start)
 
         # The main process computes the files first, and the others read them.
         with training.main_process_first(desc="teacher embeddings"):
@@ -232,13 +236,30 @@ class Distillation:
                 self.options, has_teacher_start, self.texts, teacher
             )
         if table is not None:
-            take_embeddings(student, table, STORED_AS[student_options.embedding_dtype])
+            take_embeddings(student, table, STORED_AS[self.options.student.embedding_dtype])
 
         self.agreement = Agreement(sets)
         if is_main():
             # The evaluation is deterministic, so that a resumed run compares with the same start.
             self._evaluate_before(encoder, student)
         return self._trainer(student, embeddings)
+
+    def initial_student(
+        self, teacher: PackedEncoder, has_teacher_start: bool
+    ) -> SentenceTransformer:
+        """Return the student before training.
+
+        Args:
+            teacher: Teacher.
+            has_teacher_start: Whether the token embeddings will be initialized from the teacher.
+        """
+        model = self.options.model
+        options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
+        encoder = teacher.sentence_transformer
+        student = build_student(model, options, encoder, teacher.embedding_dimension)
+        if model.init_from_teacher:
+            self._transfer_blocks(student, teacher)
+        return student
 
     def _transfer_blocks(self, student: SentenceTransformer, teacher: PackedEncoder) -> None:
         """Initialize the student from layers of the teacher.

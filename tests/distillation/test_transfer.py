@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers import models as modules
 from transformers import AutoTokenizer, BertConfig, BertModel
 
+from benchmarks import pruned_teacher
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.cli import main as command
 from neobert.common.errors import UserError
@@ -255,17 +256,21 @@ def write_teacher(folder, tokenizer_dir, pooling="mean", **changes):
     return str(folder / "st")
 
 
-def distill(folder, teacher, *options):
+def arguments_for(folder, teacher, *options):
     colors = "red green blue black white brown grey pink".split()
     animals = "cat dog bird fish horse mouse lion wolf".split()
     texts = folder / "texts.txt"
     lines = [f"a {c} {a} and {i % 7} more {a}s" for i, c in enumerate(colors) for a in animals]
     texts.write_text("\n".join(lines))
     config = json.dumps({**SIZE, "num_hidden_layers": 2, "intermediate_size": 96})
-    arguments = ["distill", teacher, "--texts", str(texts), "--output", str(folder / "out")]
+    arguments = [teacher, "--texts", str(texts), "--output", str(folder / "out")]
     arguments += ["--init-from-teacher", "--transfer-steps", "10", "--model-config", config]
     arguments += ["--max-length", "32", "--validation-percent", "20", "--max-steps", "2"]
-    return command([*arguments, *options])
+    return [*arguments, *options]
+
+
+def distill(folder, teacher, *options):
+    return command(["distill", *arguments_for(folder, teacher, *options)])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -349,3 +354,49 @@ def test_other_architectures_are_refused():
     model = bert(hidden_act="relu")
     with pytest.raises(UserError, match="needs a BERT teacher with GELU and learned positions"):
         TeacherLayers(encoder_of(model), [0])
+
+
+# ------------------------------------------------------------------------------------------------
+# benchmarks/pruned_teacher.py
+
+
+def test_the_layers_of_the_teacher_can_be_trained_themselves(tmp_path, tokenizer_dir):
+    teacher = write_teacher(tmp_path, tokenizer_dir)
+    options = ["--teacher-layers", "0", "2", "--freeze-embeddings", "--learning-rate", "1e-3"]
+    options += ["--max-steps", "40", "--eval-steps", "40"]
+    assert pruned_teacher.main(arguments_for(tmp_path, teacher, *options)) == 0
+
+    whole = SentenceTransformer(teacher, device="cpu")[0].auto_model
+    trained = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    bert = trained[0].auto_model
+    assert len(bert.encoder.layer) == bert.config.num_hidden_layers == 2
+    assert torch.equal(
+        bert.embeddings.word_embeddings.weight, whole.embeddings.word_embeddings.weight
+    )
+    # The layers are 0 and 2: their weights have moved little, compared with another layer.
+    weights = [
+        layer.intermediate.dense.weight for layer in (bert.encoder.layer[1], *whole.encoder.layer)
+    ]
+    distances = [float((weights[0] - weight).detach().norm()) for weight in weights[1:]]
+    assert 0 < distances[2] < 0.2 * min(distances[:2])
+
+    comparison = json.loads((tmp_path / "out" / "figures.json").read_text())["comparison"]
+    assert comparison["student"]["validation_cosine"] > comparison["start"]["validation_cosine"]
+
+
+def test_groups_of_one_length_give_the_embeddings_of_the_batch(tmp_path, tokenizer_dir):
+    model = SentenceTransformer(write_teacher(tmp_path, tokenizer_dir), device="cpu").eval()
+    texts = [" ".join(["a bird"] * (7 * i % 20 + 1)) for i in range(40)]
+    features = model.preprocess(texts)
+    expected = model(dict(features))["sentence_embedding"]
+    padded = []
+
+    def forward(group):
+        padded.append(int((group["attention_mask"] == 0).sum()))
+        return module(group)
+
+    module = model[0].forward
+    output = pruned_teacher.forward_in_groups(forward, features)
+    embeddings = model[2](model[1](output))["sentence_embedding"]
+    assert (embeddings - expected).abs().max() < 1e-5
+    assert sum(padded) < 0.5 * int((features["attention_mask"] == 0).sum())

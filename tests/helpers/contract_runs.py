@@ -5,6 +5,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import tempfile
 
 
 LIBRARIES = ["sentence_transformers", "transformers", "datasets", "peft", "accelerate"]
@@ -34,7 +35,8 @@ def _refuse_below(folder, function):
     return refuse
 
 
-def _child(argv, where, log, kill_at, strange, no_model):
+def _child(argv, where, log, scratch, kill_at, strange, no_model):
+    tempfile.tempdir = os.environ["TMPDIR"] = scratch
     with open(log, "w", buffering=1) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -86,14 +88,17 @@ def command(argv, where, log, kill_at=None, kill_after=None, strange=False, no_m
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
-    process = context.Process(
-        target=_child, args=(argv, str(where), str(log), kill_at, strange, no_model)
-    )
-    process.start()
-    process.join(kill_after)
-    if process.is_alive():
-        process.kill()
-    process.join(300)
+    # A killed process leaves its temporary directories behind.
+    with tempfile.TemporaryDirectory() as scratch:
+        process = context.Process(
+            target=_child,
+            args=(argv, str(where), str(log), scratch, kill_at, strange, no_model),
+        )
+        process.start()
+        process.join(kill_after)
+        if process.is_alive():
+            process.kill()
+        process.join(300)
     assert process.exitcode is not None, f"{argv} did not end"
     writes = open(f"{log}.writes").read() if os.path.exists(f"{log}.writes") else "0"
     return process.exitcode, open(log).read(), int(writes)
