@@ -1,6 +1,7 @@
 """Fixtures for all tests.
 
-No network, one thread, a tiny model, the golden data and the tokenizer.
+All tests run without network access, on one thread and with a fixed seed. The fixtures provide the
+configuration of a tiny model, the golden outputs, the tokenizer and a converted checkpoint.
 """
 
 import os
@@ -20,7 +21,7 @@ from neobert import modeling_neobert
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell starts what it runs in the background with Ctrl-C ignored; tests of interruptions need it.
+# A shell starts background jobs with SIGINT ignored, but the tests of interruptions send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -32,17 +33,18 @@ def _one_thread_and_a_seed():
 
 @pytest.fixture
 def tiny_config():
-    """Keyword arguments of a NeoBERTConfig with 3 layers of 64."""
+    """Return the arguments of a `NeoBERTConfig` with 3 layers and a hidden size of 64."""
     return dict(FIELDS)
 
 
 @pytest.fixture
 def warnings(caplog):
-    """Function of words: the messages with them that the model has logged. Each is given once a
-    process, so the memory of that is cleared."""
+    """Return a function that lists the logged warnings of the model that contain a text."""
+    # The model logs each warning once per process. Clear the cache, so that earlier tests do not
+    # hide warnings.
     modeling_neobert.logger.warning_once.cache_clear()
     with caplog.at_level("WARNING", logger=modeling_neobert.logger.name):
-        yield lambda words: [message for message in caplog.messages if words in message]
+        yield lambda text: [message for message in caplog.messages if text in message]
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +59,10 @@ def tokenizer_dir():
 
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory):
-    """Folder of the bundled checkpoint of examples/, converted, with a pooling layer for
-    sentence-transformers."""
+    """Convert the bundled checkpoint of examples/ and return its folder.
+
+    The folder also contains a pooling layer for sentence-transformers.
+    """
     from neobert.conversion.command import main
 
     folder = tmp_path_factory.mktemp("bundled") / "model"
@@ -70,5 +74,5 @@ def bundled(tmp_path_factory):
             "--dtype",
             "float32",
         ]
-    ), "the converter failed"
+    ), "The conversion of the bundled checkpoint failed."
     return folder

@@ -1,4 +1,8 @@
-"""Tests that every command names unknown options, and answers `--help` without its dependencies."""
+"""Test unknown options and `--help` of all commands.
+
+Every command reports unknown options with a suggestion, and prints its help without importing its
+dependencies.
+"""
 
 import os
 import subprocess
@@ -10,16 +14,17 @@ import pytest
 from neobert import cli
 
 
-# The words of a command; export has a target first.
+# Arguments that select a command. `export` also needs a target.
 WORDS = {
     command: [command, "gguf"] if command == "export" else [command] for command in cli.COMMANDS
 }
-# The other commands write no files.
+# Commands that write files.
 WRITING = [command for command in cli.COMMANDS if command not in ("retrieval", "serve")]
 
 
 @pytest.mark.parametrize("command", WRITING)
 def test_an_unknown_option_is_named_before_any_work(command, capsys, tmp_path, monkeypatch):
+    """An unknown option is an error with a suggestion, and no file is written."""
     monkeypatch.chdir(tmp_path)
     assert cli.main([*WORDS[command], "--outptu", "x"]) == 2
     message = f"neobert {command}: unknown option '--outptu'. Did you mean --output?\n"
@@ -45,6 +50,7 @@ def test_an_unknown_option_is_named_before_any_work(command, capsys, tmp_path, m
     ],
 )
 def test_names_of_other_libraries_and_earlier_versions(command, option, hint, capsys):
+    """The error suggests an option for names of other libraries and of earlier versions."""
     assert cli.main([command, option, "1"]) == 2
     assert hint in capsys.readouterr().err
 
@@ -74,7 +80,10 @@ for words in [[], *([command] for command in COMMANDS), *targets]:
 
 
 def test_help_needs_no_dependency():
-    """The import of torch and transformers would take seconds."""
+    """Every `--help` page prints without importing the dependencies.
+
+    Importing torch and transformers would take seconds.
+    """
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     run = subprocess.run(
         [sys.executable, "-c", HELP], capture_output=True, text=True, env=environment
@@ -82,5 +91,5 @@ def test_help_needs_no_dependency():
     assert run.returncode == 0, run.stderr
     for command in cli.COMMANDS:
         assert f"\nusage: neobert {command} " in run.stdout, command
-    # One example for each command and each target of export, and one for neobert itself.
+    # `neobert`, every command and each of the three targets of `export` have one example.
     assert run.stdout.lower().count("\nexample:\n") == len(cli.COMMANDS) + 4

@@ -1,8 +1,11 @@
-"""Test the contract of every command that writes (docs/development.md).
+"""Test the contract of every command that writes files (docs/development.md).
 
-Existing files are never touched, outputs are complete or absent, a run is identified by its
-settings and inputs, one process owns a directory, interrupted runs end with the same bits, and no
-file contains a secret.
+- Existing files are never modified.
+- An output is complete or does not exist.
+- A run is identified by its options and its input files.
+- Only one process at a time can use an output directory.
+- An interrupted run that is resumed produces the same bits as an uninterrupted run.
+- No file contains a secret.
 """
 
 import json
@@ -40,13 +43,18 @@ TRAINER = ["--logging-steps", "1", "--save-steps", "2", "--use-cpu", "true"]
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory, tokenizer_dir):
-    """Folder of what the commands read: texts, pairs, GLUE rows, a small masked LM."""
+    """Return a folder with the input files of all commands.
+
+    It contains texts, pairs, labeled rows, GLUE rows, a small masked language model and its
+    training checkpoint.
+    """
     folder = tmp_path_factory.mktemp("inputs")
     texts = [
         f"a {color} {animal} and {number % 7} of its friends are in the garden."
         for number, (color, animal) in enumerate((c, a) for c in COLORS for a in ANIMALS)
     ]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
+
     rows = [{"anchor": text, "positive": f"{i} {text[2:12]}"} for i, text in enumerate(texts)]
     write_jsonl(folder / "pairs.jsonl", rows)
     labeled = [{"text": text, "label": ("even", "odd")[i % 2]} for i, text in enumerate(texts)]
@@ -54,6 +62,7 @@ def inputs(tmp_path_factory, tokenizer_dir):
     for split, count in (("train", 48), ("validation", 8)):
         rows = [{"sentence": texts[i], "label": i % 2, "idx": i} for i in range(count)]
         write_jsonl(folder / "glue" / "sst2" / f"{split}.jsonl", rows)
+
     torch.manual_seed(0)
     model = NeoBERTForMaskedLM(NeoBERTConfig(**SIZES))
     model.save_pretrained(folder / "model")
@@ -129,61 +138,68 @@ def tokenizer(inputs, output):
     ]
 
 
-# What makes its output at once: what is there is refused.
+# Commands that create their output in one step and do not resume. They refuse an existing output.
 once = pytest.mark.parametrize(
     "make", [convert, export_onnx, export_gguf, tokenizer], ids=lambda make: make.__name__
 )
 
 
-RUNS = {  # a setting in place of another, and one of the weights that it makes
+# For each resumable command: an option that changes the run, and a weight file of its output.
+RUNS = {
     pretrain: ("--seed", "model.safetensors"),
     contrastive: ("--seed", "model.safetensors"),
     distill: ("--seed", "model.safetensors"),
     finetune: ("--seed", "model.safetensors"),
 }
 runs = pytest.mark.parametrize("make", RUNS, ids=lambda make: make.__name__)
-# Of glue each run has a folder of its own below the output, named by its settings.
+# `glue` is not in RUNS, because each of its runs has its own folder below the output.
 every_run = pytest.mark.parametrize("make", [*RUNS, glue], ids=lambda make: make.__name__)
 
 
 @pytest.fixture
 def run(tmp_path):
-    """`command` in a folder of its own."""
+    """Return a function that runs a command in a temporary folder; see `contract_runs.command`."""
     (tmp_path / "logs").mkdir()
-    return lambda argv, **more: command(argv, tmp_path, tmp_path / "logs" / "log", **more)
+    return lambda argv, **options: command(argv, tmp_path, tmp_path / "logs" / "log", **options)
 
 
 @pytest.fixture(scope="session")
 def finished(inputs, tmp_path_factory):
-    """Folder of the finished output of a command, its writes: made once."""
-    made = {}
+    """Return a function that runs a command to its end, once per session.
+
+    The function returns the output folder and the number of writes of the command.
+    """
+    outputs = {}
 
     def folder_of(make):
-        if make not in made:
-            place = tmp_path_factory.mktemp(make.__name__)
-            code, printed, writes = command(make(inputs, place / "out"), place, place / "log")
+        if make not in outputs:
+            folder = tmp_path_factory.mktemp(make.__name__)
+            code, printed, writes = command(make(inputs, folder / "out"), folder, folder / "log")
             assert code == 0, printed
-            made[make] = place / "out", writes
-        return made[make]
+            outputs[make] = folder / "out", writes
+        return outputs[make]
 
     return folder_of
 
 
 def contents(folder):
-    """{name: bytes} of a folder."""
+    """Return the files of a folder as {relative path: bytes}."""
     files = (path for path in Path(folder).rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def result_of(folder):
-    """Names of all files, and the bytes of the model's."""
-    made = contents(folder)
-    kept = {name: data for name, data in made.items() if name.endswith(("safetensors", "r.json"))}
-    return sorted(made), kept
+    """Return the names of all files of a folder, and the bytes of the weights and tokenizers.
+
+    The other files contain times and paths, which differ between runs.
+    """
+    files = contents(folder)
+    model = {name: data for name, data in files.items() if name.endswith(("safetensors", "r.json"))}
+    return sorted(files), model
 
 
 # ------------------------------------------------------------------------------------------------
-# what exists is never touched
+# Existing outputs
 
 
 @runs
@@ -197,10 +213,13 @@ def test_a_folder_with_other_files_is_refused_and_left_as_it_is(make, inputs, ru
 
 @runs
 def test_a_finished_run_is_finished_and_another_one_is_refused(make, inputs, run, finished):
+    """Repeating a finished command changes nothing, and other options are an error."""
     output, _ = finished(make)
     before = contents(output)
+
     code, printed, _ = run(make(inputs, output), no_model=True)
     assert code == 0 and re.search("finished already|already finished", printed), printed
+
     code, printed, _ = run([*make(inputs, output), RUNS[make][0], "7"], no_model=True)
     assert code == 2 and "other settings" in printed and "now 7" in printed, printed
     assert contents(output) == before
@@ -210,11 +229,12 @@ def test_a_finished_run_is_finished_and_another_one_is_refused(make, inputs, run
 def test_what_is_read_may_be_fetched_again_and_the_output_copied(
     make, inputs, run, finished, tmp_path
 ):
-    """Other times and another folder, the same bytes; other bytes are another run."""
+    """A run is identified by the bytes of its input files, not by their paths and times."""
     shutil.copytree(inputs, tmp_path / "again", copy_function=shutil.copyfile)
     shutil.copytree(finished(make)[0], tmp_path / "out", copy_function=shutil.copyfile)
     code, printed, _ = run(make(tmp_path / "again", tmp_path / "out"), no_model=True)
     assert code == 0 and re.search("finished already|already finished", printed), printed
+
     for name in ("texts.txt", "pairs.jsonl", "labeled.jsonl"):
         path = tmp_path / "again" / name
         path.write_text(path.read_text().replace("garden", "meadow"))
@@ -224,6 +244,7 @@ def test_what_is_read_may_be_fetched_again_and_the_output_copied(
 
 @runs
 def test_a_second_process_is_refused(make, inputs, run, tmp_path):
+    """A command refuses an output directory whose lock another process holds."""
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".lock"):
         code, printed, _ = run(make(inputs, tmp_path / "out"))
@@ -241,11 +262,20 @@ def test_an_empty_name_is_refused(make, inputs, run, tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# complete or nothing, the same bits
+# Killed commands
 
 
 def interrupted(make, inputs, run, finished, tmp_path, **kills):
-    """Kills a run, each time otherwise, and compares what its continuation makes."""
+    """Kill a run several times, resume it, and compare its output with an uninterrupted run.
+
+    Args:
+        make: Function that returns the arguments of the command.
+        inputs: Folder of the input files.
+        run: Fixture that runs a command.
+        finished: Fixture that returns the output of an uninterrupted run.
+        tmp_path: Folder of the output.
+        kills: The argument `kills`, a list with the options of `run` that kill each attempt.
+    """
     for kill in kills["kills"]:
         code, printed, _ = run(make(inputs, tmp_path / "out"), **kill)
         assert code in (0, 9, -9), printed
@@ -258,7 +288,10 @@ def interrupted(make, inputs, run, finished, tmp_path, **kills):
 @pytest.mark.parametrize("part", range(6))
 @every_run
 def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
-    """Twice in a row: at a write of each sixth of the run, and at one of any."""
+    """A run that is killed at two of its writes can be resumed, and the result is the same.
+
+    The first write is random within one sixth of the run, the second is random within the run.
+    """
     writes = finished(make)[1]
     pick = random.Random(f"{make.__name__} {part}")
     first = pick.randint(1 + part * writes // 6, max(1, (part + 1) * writes // 6))
@@ -269,28 +302,31 @@ def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
 @pytest.mark.slow
 @every_run
 def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
+    """A run that is killed after random times can be resumed, and the result is the same."""
     pick = random.Random(make.__name__)
     kills = [{"kill_after": pick.uniform(0.2, 6)} for _ in range(3)]
     interrupted(make, inputs, run, finished, tmp_path, kills=kills)
 
 
-def everything(place):
-    """{name: bytes} of an output that is a folder or a file; None where nothing is there."""
-    if not place.exists():
+def everything(path):
+    """Return an output, which is a folder or a file, as {relative path: bytes}, or None."""
+    if not path.exists():
         return None
-    return contents(place) if place.is_dir() else {"": place.read_bytes()}
+    return contents(path) if path.is_dir() else {"": path.read_bytes()}
 
 
 def place_of(make, folder):
+    """Return the output path of a command, which is a file for GGUF and a folder otherwise."""
     return folder / ("out.gguf" if make is export_gguf else "out")
 
 
 @once
 def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
-    """A folder with a file in it, and a file."""
+    """A command refuses an output path that is a non-empty folder or a file."""
     (tmp_path / "a.gguf").mkdir()
     (tmp_path / "a.gguf" / "notes.txt").write_text("mine")
     (tmp_path / "b.gguf").write_text("mine")
+
     for output in ("a.gguf", "b.gguf"):
         before = everything(tmp_path / output)
         code, printed, _ = run(make(inputs, tmp_path / output), no_model=True)
@@ -302,34 +338,43 @@ def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
 @pytest.mark.parametrize("part", range(3))
 @once
 def test_killed_at_any_write_it_is_complete_or_not_there(make, inputs, run, tmp_path, part):
+    """After a kill the output is complete or absent, and a second run completes an absent one."""
     output = place_of(make, tmp_path)
     code, printed, writes = run(make(inputs, output))
     assert code == 0, printed
-    whole = everything(output)
+    expected = everything(output)
     output.rename(tmp_path / "whole")
+
     pick = random.Random(f"{make.__name__} {part}")
     kill_at = pick.randint(1 + part * writes // 3, (part + 1) * writes // 3)
     code, printed, _ = run(make(inputs, output), kill_at=kill_at)
     if everything(output) is None:
         code, printed, _ = run(make(inputs, output), strange=True)
         assert code == 0, printed
-    made = everything(output)
-    assert sorted(made) == sorted(whole)
-    # Figures of an export have the date.
-    assert {n for n in whole if made[n] != whole[n]} <= {"export.json", "README.md"}
+
+    files = everything(output)
+    assert sorted(files) == sorted(expected)
+    # These two files of an export contain the date.
+    assert {n for n in expected if files[n] != expected[n]} <= {"export.json", "README.md"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
+    """`encode` resumes after two kills, also from a copy of the inputs, but not with other options.
+
+    The resumed run produces the same bytes as an uninterrupted run.
+    """
     writes = finished(encode)[1]
     pick = random.Random(f"encode {part}")
     for _ in range(2):
         run(encode(inputs, tmp_path / "out"), kill_at=pick.randint(1, writes))
+
     shutil.copytree(inputs, tmp_path / "again", copy_function=shutil.copyfile)
     code, printed, _ = run(encode(tmp_path / "again", tmp_path / "out"), strange=True)
     assert code == 0, printed
     assert contents(tmp_path / "out") == contents(finished(encode)[0])
+
     code, printed, _ = run([*encode(inputs, tmp_path / "out"), "--max-length", "9"], no_model=True)
     assert code == 2, printed
     assert "`max_length` must be null as in" in printed and "got 9." in printed, printed
@@ -338,6 +383,10 @@ def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["out.csv", "out.jsonl", "out.parquet"])
 def test_predict_killed_at_any_write(inputs, run, finished, tmp_path, output):
+    """`predict` resumes after three kills, and leaves only its output and the JSON file next to it.
+
+    The resumed run produces the same bytes as an uninterrupted run.
+    """
     model = finished(finetune)[0]
 
     def predict(name):
@@ -345,25 +394,33 @@ def test_predict_killed_at_any_write(inputs, run, finished, tmp_path, output):
 
     code, printed, writes = run(predict(f"whole-{output}"))
     assert code == 0, printed
+
     pick = random.Random(f"predict {output}")
     for _ in range(3):
         run(predict(output), kill_at=pick.randint(1, writes))
+
     code, printed, _ = run(predict(output), strange=True)
     assert code == 0, printed
     assert (tmp_path / output).read_bytes() == (tmp_path / f"whole-{output}").read_bytes()
+
     code, printed, _ = run(predict(output), no_model=True)
     assert code == 0 and "already complete" in printed, printed
     assert sorted(path.name for path in tmp_path.glob(f"{output}*")) == [output, f"{output}.json"]
 
 
 # ------------------------------------------------------------------------------------------------
-# secrets, strange file systems
+# Secrets and restricted file systems
 
 
 @every_run
 def test_no_secret_is_written_and_chmod_and_hard_links_are_not_needed(
     make, inputs, run, finished, tmp_path
 ):
+    """Check that no file contains the Hub token, and that a run works on restricted file systems.
+
+    With `strange=True`, changing permissions and creating hard links fails, as on some network
+    and FAT file systems.
+    """
     secret = "hf_0123456789abcdefghijklmnopqrstuvwx"
     argv = [*make(inputs, tmp_path / "out"), "--hub-token", secret]
     code, printed, _ = run(argv, strange=True)

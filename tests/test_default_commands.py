@@ -1,7 +1,8 @@
-"""Check that the training commands of the README, with their default options, learn something.
+"""Check that the training commands of the README beat their baselines with default options.
 
-Each command is run as a process on text that is not the project's (docstrings of installed
-packages), and its result must beat its baseline and print no warning.
+Each command runs as a process on text from outside this project: docstrings of installed packages,
+or cities of the time zone database. Its result must be better than its baselines, and it must not
+print a warning about a result without progress.
 """
 
 import json
@@ -24,10 +25,12 @@ NUM_TEST_ROWS = 300
 
 @pytest.fixture(scope="module")
 def docstrings() -> list[Docstring]:
+    """Return docstrings of installed packages."""
     return read_docstrings(per_package=300)
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
+    """Write rows as JSON Lines and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -49,19 +52,24 @@ def run(*arguments: object, folder: Path, expect_better: bool = True) -> str:
     assert process.returncode == 0, process.stderr[-3000:]
     if expect_better:
         for problem in ("not better than", "single class", "agrees little"):
-            assert problem not in process.stderr + process.stdout
+            assert problem not in process.stderr + process.stdout, (
+                f"The command printed the warning {problem!r}."
+            )
     return process.stdout
 
 
 def test_contrastive_beats_its_start_and_tfidf(docstrings, tmp_path):
+    """`neobert contrastive` improves the retrieval of function names from docstring summaries."""
     pairs = [{"anchor": text.summary, "positive": text.name} for text in docstrings]
     write_rows(tmp_path / "pairs.jsonl", pairs[:-NUM_TEST_ROWS])
     write_rows(tmp_path / "test.jsonl", pairs[-NUM_TEST_ROWS:])
+
     run(
         *("contrastive", "--model", ENCODER, "--pairs", "pairs.jsonl"),
         *("--validation-file", "test.jsonl", "--output", "runs/mine"),
         folder=tmp_path,
     )
+
     result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
     validation = result["training"]["validation"]
     after = validation["after"]["mrr@10"]
@@ -70,39 +78,47 @@ def test_contrastive_beats_its_start_and_tfidf(docstrings, tmp_path):
 
 
 def test_a_student_beats_its_start(docstrings, tmp_path):
+    """`neobert distill` produces a student that retrieves better than its initial weights."""
     (tmp_path / "texts.txt").write_text(
         "\n".join(text.summary for text in docstrings[:-NUM_TEST_ROWS]), encoding="utf-8"
     )
     pairs = [{"anchor": text.summary, "positive": text.name} for text in docstrings]
     write_rows(tmp_path / "test.jsonl", pairs[-NUM_TEST_ROWS:])
+
     run(
         *("distill", ENCODER, "--texts", "texts.txt"),
         *("--validation-file", "test.jsonl", "--output", "runs/student"),
         folder=tmp_path,
     )
+
     figures = json.loads((tmp_path / "runs" / "student" / "figures.json").read_text())
     comparison = figures["comparison"]
-    student, start = comparison["student"], comparison["start"]
+    student = comparison["student"]
+    start = comparison["start"]
     assert student["mrr@10"] > start["mrr@10"] + 0.02, (student, start)
 
 
 def test_adaptation_lowers_the_bits_per_character(bundled, docstrings, tmp_path):
+    """Continued pre-training improves the masked language model on validation text."""
     rows = [{"text": text.summary} for text in docstrings]
     write_rows(tmp_path / "mine.jsonl", rows[:-NUM_TEST_ROWS])
     write_rows(tmp_path / "validation.jsonl", rows[-NUM_TEST_ROWS:])
+
     run(
         *("pretrain", ROOT / "recipes" / "adapt_domain.yaml", "--init-from", bundled),
         *("--dataset", "mine.jsonl", "--validation", "validation.jsonl"),
         *("--output", "runs/adapted"),
         folder=tmp_path,
     )
+
     table = (tmp_path / "runs" / "adapted" / "adaptation.md").read_text(encoding="utf-8")
     (row,) = [line for line in table.splitlines() if line.startswith("| bits per character")]
+    # The last column is the change.
     assert float(row.split("|")[-2]) < -0.3, table
 
 
 def cities() -> tuple[list[dict], list[dict]]:
-    """Return the cities of the time zone database with their continents: training and test rows."""
+    """Return training and test rows: cities of the time zone database with their continents."""
     rows = []
     for zone in sorted(zoneinfo.available_timezones()):
         continent, _, city = zone.partition("/")
@@ -113,9 +129,14 @@ def cities() -> tuple[list[dict], list[dict]]:
 
 
 def test_a_classifier_beats_majority_and_tfidf(tmp_path):
+    """`neobert finetune` predicts the continent of a city better than its baselines.
+
+    `neobert predict` then reproduces the accuracy that the training reported.
+    """
     train_rows, test_rows = cities()
     write_rows(tmp_path / "train.jsonl", train_rows)
     write_rows(tmp_path / "test.jsonl", test_rows)
+
     run(
         *("finetune", "train.jsonl", "--test-file", "test.jsonl", "--model", ENCODER),
         *("--text-column", "city", "--label-column", "continent", "--output", "runs/continents"),
@@ -123,6 +144,7 @@ def test_a_classifier_beats_majority_and_tfidf(tmp_path):
         # Logistic regression on the frozen embeddings is a close baseline.
         expect_better=False,
     )
+
     metrics = json.loads((tmp_path / "runs" / "continents" / "metrics.json").read_text())
     accuracy = metrics["fine_tuned"]["metrics"]["accuracy"]["value"]
     majority, tfidf, _ = [
@@ -134,6 +156,7 @@ def test_a_classifier_beats_majority_and_tfidf(tmp_path):
         *("predict", "test.jsonl", "labels.jsonl", "--model", "runs/continents"),
         folder=tmp_path,
     )
+
     lines = (tmp_path / "labels.jsonl").read_text(encoding="utf-8").splitlines()
     predictions = [json.loads(line) for line in lines]
     assert [row["city"] for row in predictions] == [row["city"] for row in test_rows]
@@ -143,15 +166,18 @@ def test_a_classifier_beats_majority_and_tfidf(tmp_path):
 
 
 def test_glue_beats_majority_and_tfidf(tmp_path):
+    """`neobert glue` beats its baselines on a binary task in the format of SST-2."""
     for name, rows in zip(("train", "validation"), cities()):
         labeled = [
             {"sentence": row["city"], "label": int(row["continent"] == "America")} for row in rows
         ]
         write_rows(tmp_path / "my_folder" / "sst2" / f"{name}.jsonl", labeled)
+
     run(
         *("glue", "--task", "sst2", "--data", "my_folder", "--seeds", "1", "--model", ENCODER),
         folder=tmp_path,
     )
+
     (path,) = (tmp_path / "runs" / "glue").rglob("result.json")
     result = json.loads(path.read_text())
     for baseline in result["baselines"]:

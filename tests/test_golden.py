@@ -1,6 +1,7 @@
-"""Compare the model with the outputs of the published implementation (tests/golden).
+"""Compare the model with stored outputs of the published implementation (tests/golden).
 
-The float32 rounding noise of the reference is about 1.5e-5. Only non-padding tokens are compared.
+The float32 rounding errors of the reference are about 1.5e-5. Only non-padding tokens are compared,
+because outputs at padding positions are undefined.
 """
 
 import json
@@ -22,6 +23,7 @@ every_folder = pytest.mark.parametrize("name", FOLDERS)
 
 
 def load(model_class, folder, implementation="sdpa", **fields):
+    """Return the model in eval mode, the names of its missing weights, and the golden outputs."""
     fields |= {"attn_implementation": implementation, "dtype": torch.float32}
     model, info = model_class.from_pretrained(folder, output_loading_info=True, **fields)
     assert not info["unexpected_keys"]
@@ -29,6 +31,7 @@ def load(model_class, folder, implementation="sdpa", **fields):
 
 
 def close(actual, expected):
+    """Return whether the largest difference is smaller than `TOLERANCE`."""
     return (actual - expected).abs().max() < TOLERANCE
 
 
@@ -37,24 +40,31 @@ def close(actual, expected):
 @every_folder
 @torch.no_grad()
 def test_masked_lm(golden, name, implementation, unpad_inputs):
+    """The logits and last hidden states equal the golden outputs, with and without padding."""
     model, missing, expected = load(
         neobert.NeoBERTForMaskedLM, golden / name, implementation, unpad_inputs=unpad_inputs
     )
     mask = expected["attention_mask"]
-    assert not missing and 0 < mask.sum() < mask.numel(), "without padding this shows little"
+    assert not missing and 0 < mask.sum() < mask.numel(), "The golden batch must contain padding."
+
     padded = model(expected["input_ids"], attention_mask=mask, output_hidden_states=True)
-    whole = model(expected["unpadded_input_ids"], output_hidden_states=True)
-    real = mask.bool()
-    assert close(padded.logits[real], expected["logits"][real])
-    assert close(padded.hidden_states[-1][real], expected["last_hidden_state"][real])
-    assert close(whole.logits, expected["unpadded_logits"])
-    assert close(whole.hidden_states[-1], expected["unpadded_last_hidden_state"])
+    unpadded = model(expected["unpadded_input_ids"], output_hidden_states=True)
+
+    not_padding = mask.bool()
+    assert close(padded.logits[not_padding], expected["logits"][not_padding])
+    assert close(padded.hidden_states[-1][not_padding], expected["last_hidden_state"][not_padding])
+    assert close(unpadded.logits, expected["unpadded_logits"])
+    assert close(unpadded.hidden_states[-1], expected["unpadded_last_hidden_state"])
 
 
 @every_implementation
 @every_folder
 @torch.no_grad()
 def test_base_model_drops_the_decoder_quietly(golden, name, implementation):
+    """The base model loads a masked-LM checkpoint without reporting the decoder as unexpected.
+
+    `load` checks that no key is unexpected.
+    """
     model, missing, expected = load(neobert.NeoBERTModel, golden / name, implementation)
     mask = expected["attention_mask"]
     hidden = model(expected["input_ids"], attention_mask=mask).last_hidden_state
@@ -66,6 +76,7 @@ def test_base_model_drops_the_decoder_quietly(golden, name, implementation):
 @every_folder
 @torch.no_grad()
 def test_sequence_classifier(golden, name, implementation):
+    """The classifier reports its head as missing, and its logits equal the golden outputs."""
     model, missing, expected = load(
         neobert.NeoBERTForSequenceClassification, golden / name, implementation, num_labels=3
     )
@@ -78,26 +89,30 @@ def test_sequence_classifier(golden, name, implementation):
 
 @every_folder
 def test_the_formulas_give_the_golden_outputs(golden, name):
-    """tests/helpers/reference.py, which other tests compare with, is itself right."""
+    """The reference in tests/helpers/reference.py, which other tests use, is correct."""
     model, _, expected = load(neobert.NeoBERTModel, golden / name)
     texts = expected["unpadded_input_ids"]
     assert_same(last_states(model, *texts), expected["unpadded_last_hidden_state"].flatten(0, 1))
 
 
 def test_published_config_is_understood(golden):
+    """The published config.json loads with its sizes, and its unused fields are not saved again."""
     published = json.loads((golden / "neobert_tiny" / "config.json").read_text())
     config = neobert.NeoBERTConfig.from_pretrained(golden / "neobert_tiny")
     assert published["max_length"] == config.max_position_embeddings == 128
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 4, 4)
-    junk = {"kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head"}
-    assert "kwargs" in published, "this test needs the published config as it is"
-    assert not (junk | {"max_length"}) & set(json.loads(config.to_json_string()))
-    rung = neobert.NeoBERTConfig.from_pretrained(golden / "ablation_m0")
-    kinds = (rung.position_embedding_type, rung.norm_type, rung.hidden_act)
-    assert kinds == ("learned", "layer", "gelu")
+
+    unused_fields = {"kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head"}
+    assert "kwargs" in published, "The golden config.json must be the published file, unchanged."
+    assert not (unused_fields | {"max_length"}) & set(json.loads(config.to_json_string()))
+
+    ablation = neobert.NeoBERTConfig.from_pretrained(golden / "ablation_m0")
+    types = (ablation.position_embedding_type, ablation.norm_type, ablation.hidden_act)
+    assert types == ("learned", "layer", "gelu")
 
 
 def test_published_architecture_has_the_published_size():
+    """The default config gives the weight names, shapes and parameter counts of the checkpoint."""
     with torch.device("meta"):
         model = neobert.NeoBERTForMaskedLM(neobert.NeoBERTConfig())
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}

@@ -1,5 +1,8 @@
-"""Check the architecture: rooms import downward only, no imports are circular, and every package is
-installed."""
+"""Check the architecture of the package.
+
+Modules import downward only, no imports are circular, every package is installed, and every
+imported name exists.
+"""
 
 import ast
 import configparser
@@ -9,8 +12,8 @@ import pytest
 from helpers.paths import ROOT
 
 
-# From the top down; a room may import those after it.
-ROOMS = (
+# Top-level modules and subpackages, from the top down. Each may only import those after it.
+LAYERS = (
     *("__main__", "cli", "scripts", "serving", "throughput", "export", "pretraining"),
     *("prediction", "finetuning"),
     *("contrastive", "distillation", "evaluation", "encoding", "embeddings"),
@@ -18,23 +21,28 @@ ROOMS = (
     *("modeling_neobert", "configuration_neobert", "attention_neobert"),
 )
 PACKAGE = ROOT / "neobert"
+# The Python files of the package, by their path relative to it.
 FILES = {path.relative_to(PACKAGE): path for path in PACKAGE.rglob("*.py")}
 
 
-def imported(place, source):
-    """Files of this package that a file imports, anywhere in it: paths relative to the root,
-    `__init__.py` for a package.
+def imported_files(file, source):
+    """Yield the files of this package that a file imports at any level, such as in functions.
+
+    A subpackage is given by its `__init__.py`.
 
     Args:
-        place: the file, relative to the root.
-        source: its text.
+        file: Path of the file, relative to the package.
+        source: Text of the file.
+
+    Yields:
+        Paths relative to the package.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [(alias.name.split("."), None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = (
-                ["neobert", *place.parts][: 1 + len(place.parts) - node.level] if node.level else []
+                ["neobert", *file.parts][: 1 + len(file.parts) - node.level] if node.level else []
             )
             names = [
                 ([*start, *(node.module or "").split(".")] if node.module else start, alias.name)
@@ -42,107 +50,131 @@ def imported(place, source):
             ]
         else:
             continue
+
         for (first, *parts), name in names:
             if first == "neobert":
-                # `from .room import name`: a file room/name.py, or a name in room.py or
-                # room/__init__.py.
-                options = [
+                # In `from .package import name`, the name is a file package/name.py, or a name in
+                # package.py or package/__init__.py.
+                candidates = [
                     *([Path(*parts, f"{name}.py")] if name else []),
                     *([Path(*parts).with_suffix(".py")] if parts else []),
                 ]
-                yield next((path for path in options if path in FILES), Path(*parts, "__init__.py"))
+                yield next(
+                    (path for path in candidates if path in FILES), Path(*parts, "__init__.py")
+                )
 
 
 IMPORTS = {
-    place: set(imported(place, path.read_text(encoding="utf-8"))) for place, path in FILES.items()
+    file: set(imported_files(file, path.read_text(encoding="utf-8")))
+    for file, path in FILES.items()
 }
 
 
 def names_of(source):
-    """Names that a module has after its import: defined, assigned or imported anywhere outside of
-    functions and classes."""
-    todo, found = [ast.parse(source)], set()
+    """Return the names that a module defines, assigns or imports outside of functions and classes.
+
+    Args:
+        source: Text of the module.
+    """
+    todo = [ast.parse(source)]
+    names = set()
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(node.name)
+                names.add(node.name)
             elif isinstance(node, ast.alias):
-                found.add(node.asname or node.name.partition(".")[0])
+                names.add(node.asname or node.name.partition(".")[0])
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
+                names.add(node.id)
             else:
                 todo.append(node)
-    return found
+    return names
 
 
-NAMES = {place: names_of(path.read_text(encoding="utf-8")) for place, path in FILES.items()}
+NAMES = {file: names_of(path.read_text(encoding="utf-8")) for file, path in FILES.items()}
 
 
-def circle(imports, start):
-    """The first way from `start` back to it, as a list of files, or None."""
-    ways, seen = [[start]], set()
-    for way in ways:
-        for following in imports.get(way[-1], ()):
+def import_cycle(imports, start):
+    """Return the shortest import cycle that contains `start` as a list of files, or None.
+
+    Args:
+        imports: {file: files that it imports}.
+        start: First file of the cycle.
+    """
+    chains = [[start]]
+    seen = set()
+    for chain in chains:
+        for following in imports.get(chain[-1], ()):
             if following == start:
-                return way
+                return chain
             if following not in seen:
                 seen.add(following)
-                ways.append([*way, following])
+                chains.append([*chain, following])
     return None
 
 
 def test_the_reader_of_imports_sees_what_is_there():
-    assert {place.parts[0].removesuffix(".py") for place in FILES} == set(ROOMS)
+    """Check the helper functions of this file, and that `LAYERS` lists the whole package."""
+    assert {file.parts[0].removesuffix(".py") for file in FILES} == set(LAYERS)
+
     source = (
         "from .onnx import x\nfrom . import c\nfrom .. import name\ndef f():\n    import "
         "neobert.common.data\n    from ..common import files"
     )
-    found = set(map(str, imported(Path("export/a.py"), source)))
-    assert found == {
+    imports = set(map(str, imported_files(Path("export/a.py"), source)))
+    assert imports == {
         "export/onnx.py",
         "export/__init__.py",
         "__init__.py",
         "common/data.py",
         "common/files.py",
     }
+
     assert (
-        circle({"a": {"b"}, "b": {"c"}, "c": {"b", "a"}}, "a") == ["a", "b", "c"]
-        and circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "a") is None
+        import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b", "a"}}, "a") == ["a", "b", "c"]
+        and import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "a") is None
     )
 
 
 def test_every_room_is_installed():
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    rooms = {place.parts[0] for place in FILES if len(place.parts) > 1} | {"recipes", "tokenizer"}
-    packages = settings["options"]["packages"].split()
-    assert sorted(packages) == sorted(["neobert", *(f"neobert.{room}" for room in rooms)])
+    """setup.cfg lists every subpackage, so that an installed wheel is complete."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {file.parts[0] for file in FILES if len(file.parts) > 1} | {"recipes", "tokenizer"}
+    packages = setup["options"]["packages"].split()
+    assert sorted(packages) == sorted(["neobert", *(f"neobert.{folder}" for folder in folders)])
 
 
-@pytest.mark.parametrize("place", FILES, ids=str)
-def test_a_file_imports_downward_and_in_no_circle(place):
-    own = place.parts[0].removesuffix(".py")
-    above = ROOMS[: ROOMS.index(own)]
-    upward = [str(other) for other in IMPORTS[place] if other.parts[0].removesuffix(".py") in above]
-    assert not upward, f"{place} imports {', '.join(upward)}, which is above {own}"
-    assert Path("__init__.py") not in IMPORTS[place], (
-        f"{place} imports the package, which imports everything"
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_imports_downward_and_in_no_circle(file):
+    layer = file.parts[0].removesuffix(".py")
+    above = LAYERS[: LAYERS.index(layer)]
+    upward = [str(other) for other in IMPORTS[file] if other.parts[0].removesuffix(".py") in above]
+    assert not upward, f"{file} imports {', '.join(upward)}, which is above {layer} in LAYERS."
+    assert Path("__init__.py") not in IMPORTS[file], (
+        f"{file} imports the package `neobert` itself, which imports all other files."
     )
-    assert circle(IMPORTS, place) is None, (
-        f"a circle of imports: {' -> '.join(map(str, circle(IMPORTS, place)))}"
+    assert import_cycle(IMPORTS, file) is None, (
+        f"The imports are circular: {' -> '.join(map(str, import_cycle(IMPORTS, file)))}"
     )
 
 
-@pytest.mark.parametrize("place", FILES, ids=str)
-def test_what_a_file_imports_is_there(place):
-    """Files that no other test imports were broken by a name that had moved."""
-    for node in ast.walk(ast.parse(FILES[place].read_text(encoding="utf-8"))):
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_what_a_file_imports_is_there(file):
+    """Every name of a relative import exists in the module that it is imported from.
+
+    Most files are imported by other tests, but a file without such a test can be broken when a
+    name moves to another module.
+    """
+    for node in ast.walk(ast.parse(FILES[file].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:
-            start = [*place.parts][: len(place.parts) - node.level]
+            start = [*file.parts][: len(file.parts) - node.level]
             other = Path(*start, *node.module.split(".")).with_suffix(".py")
             missing = [
                 alias.name
                 for alias in node.names
                 if other in NAMES and alias.name not in NAMES[other]
             ]
-            assert not missing, f"{place} imports {', '.join(missing)}, which {other} does not have"
+            assert not missing, (
+                f"{file} imports {', '.join(missing)}, but {other} does not have it."
+            )

@@ -1,7 +1,7 @@
 """Check that pages, docstrings, help texts, messages and comments avoid retired expressions.
 
-They come from an earlier private style, which readers could not understand without the code.
-CONTRIBUTING.md describes the style that replaced it.
+The expressions belong to an earlier style that could not be understood without reading the code.
+CONTRIBUTING.md describes the current style.
 """
 
 import ast
@@ -13,6 +13,7 @@ import pytest
 from helpers.paths import ROOT
 
 
+# Regular expressions and what to write instead.
 RETIRED = {
     "alike": "identical",
     "anew": "again",
@@ -53,7 +54,10 @@ SOURCES = [
 
 
 def prose_of(path: Path) -> list[tuple[int, str]]:
-    """Return the docstrings, strings and comments of a Python file with their line numbers."""
+    """Return the docstrings, strings and comments of a Python file with their line numbers.
+
+    Strings without a space are omitted, because they are names.
+    """
     prose = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
@@ -66,12 +70,12 @@ def prose_of(path: Path) -> list[tuple[int, str]]:
 
 
 def retired_expressions(path: Path) -> list[str]:
-    """Return "LINE: expression" for each retired expression of a file."""
+    """Return "LINE: EXPRESSION" for each retired expression of a file."""
     if path.suffix == ".py":
         prose = prose_of(path)
     else:
         text = path.read_text(encoding="utf-8")
-        # Code blocks of pages quote names and outputs.
+        # Code blocks of pages contain names and outputs. Keep their line breaks for the numbers.
         text = re.sub(r"```.*?```", lambda match: "\n" * match[0].count("\n"), text, flags=re.S)
         prose = [(number, line) for number, line in enumerate(text.splitlines(), 1)]
     return [f"{line}: {match[0]}" for line, text in prose for match in PATTERN.finditer(text)]
@@ -86,4 +90,6 @@ def test_the_pattern_recognizes_retired_expressions(tmp_path):
 @pytest.mark.parametrize("path", [*PAGES, *RECIPES, *SOURCES], ids=lambda path: path.name)
 def test_no_retired_expressions(path):
     expressions = retired_expressions(path)
-    assert not expressions, f"{path.relative_to(ROOT)}: {', '.join(expressions)}"
+    assert not expressions, (
+        f"{path.relative_to(ROOT)} contains retired expressions: {', '.join(expressions)}"
+    )

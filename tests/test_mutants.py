@@ -1,6 +1,6 @@
-"""Test that the mutants of tests/mutants apply.
+"""Test that the mutants of tests/mutants are up to date with the code and the tests.
 
-Each replaced text occurs in its file, and the named tests exist.
+tests/tools/mutants.py runs the mutants.
 """
 
 import pytest
@@ -10,6 +10,7 @@ from tools import mutants
 
 @pytest.mark.parametrize("mutant", mutants.read_mutants(), ids=lambda m: f"{m.file} {m.name}")
 def test_a_mutant_follows_the_code(mutant):
+    """The text that a mutant replaces occurs in its file, and the tests of the mutant exist."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     for old, new in mutant.changes:
         assert old in text and old != new

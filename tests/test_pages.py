@@ -1,7 +1,7 @@
 """Test the pages of docs/.
 
-Commands, scripts, recipes and options exist, each page starts with its task, and the printed
-outputs are current (slow).
+The commands, scripts, recipes and options of a page exist, and each page starts with its purpose
+and a command. A slow test checks that the printed outputs are current.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from neobert.cli import COMMANDS
 
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the options that a page names belong to.
-ROOMS = {
+# Subpackages of neobert/ whose options each page may name; `benchmarks` is in the root.
+OPTION_PACKAGES = {
     "conversion": ["conversion"],
     "pretraining": ["pretraining"],
     "adaptation": ["pretraining", "contrastive", "evaluation", "benchmarks"],
@@ -32,13 +32,18 @@ ROOMS = {
     "development": [],
     "troubleshooting": [],
 }
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ROOMS}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in OPTION_PACKAGES
+}
+# Options of the trainer of transformers.
 TRAINER = {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 def commands(page):
-    """The words of every command line of a page's bash blocks, without comments and the launcher
-    before them."""
+    """Yield the arguments of every command in the bash blocks of a page.
+
+    They start with `neobert` or `python`; a launcher or variables before them are omitted.
+    """
     for block in re.findall(r"```bash\n(.*?)```", PAGES[page], flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -49,7 +54,11 @@ def commands(page):
 
 
 def options_of(words):
-    """Names that a command's options may have, by its code."""
+    """Return the names of the options of a command, with underscores.
+
+    Args:
+        words: Arguments of the command, which start with `neobert` or `python`.
+    """
     if words[1:3] == ["-m", "benchmarks.local_tasks"]:
         words = ["neobert", "mteb"]
     if words[0] == "neobert":
@@ -57,11 +66,13 @@ def options_of(words):
             words[1]
         ]
         options = options[words[2]] if words[1] == "export" else options
-        declared = {name.rstrip("_") for name in options.fields} | {"config"}  # for_ is --for
+        # The field `for_` declares the option --for.
+        declared = {name.rstrip("_") for name in options.fields} | {"config"}
         defaults = getattr(options, "trainer_defaults", getattr(options, "trainer", None))
         return declared if defaults is None else declared | TRAINER
+
     path = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
-    assert (ROOT / path).is_file(), f"there is no {path}"
+    assert (ROOT / path).is_file(), f"The script {path} does not exist."
     if path == "benchmarks/local_tasks.py":
         return options_of(["neobert", "mteb"])
     return options_in(
@@ -76,79 +87,99 @@ def options_of(words):
     )
 
 
-def room_folder(room):
-    return ROOT / room if room == "benchmarks" else ROOT / "neobert" / room
+def package_folder(package):
+    """Return the folder of an item of `OPTION_PACKAGES`."""
+    return ROOT / package if package == "benchmarks" else ROOT / "neobert" / package
 
 
 def options_in(paths):
+    """Return the names of the options that Python files declare, with underscores.
+
+    Options are fields of option classes or string literals, such as those of argparse. Other
+    strings that look like a name are also returned.
+    """
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     declared = re.findall(r"^    (\w+): .+? = option\(", source, flags=re.MULTILINE)
     parsed = [name.replace("-", "_") for name in re.findall(r"\"(?:--)?([a-z][a-z-]*)\"", source)]
-    return {name.rstrip("_") for name in (*declared, *parsed)}  # for_ is --for
+    # The field `for_` declares the option --for.
+    return {name.rstrip("_") for name in (*declared, *parsed)}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_option_exists(page):
+    """Check the commands of the bash blocks."""
     for words in commands(page):
         if words[0] == "neobert":
-            assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
+            assert words[1] in COMMANDS, f"The command `neobert {words[1]}` does not exist."
         elif words[1] == "-c" or words[1] == "-m" and not words[2].startswith("benchmarks."):
             continue
-        known = options_of(words)
+
+        options = options_of(words)
         for word in words:
             if word.startswith("--"):
                 name = word[2:].partition("=")[0]
-                assert "_" not in name, f"{word}: options are written with dashes"
-                assert name.replace("-", "_") in known, (
-                    f"{' '.join(words[:3])} has no option {word}"
+                assert "_" not in name, f"Options must be written with dashes, got {word}."
+                assert name.replace("-", "_") in options, (
+                    f"The command `{' '.join(words[:3])}` has no option {word}."
                 )
             elif re.fullmatch(r"(recipes|examples|tests)/[\w./-]+", word):
-                assert (ROOT / word).exists(), f"there is no {word}"
+                assert (ROOT / word).exists(), f"The path {word} does not exist."
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_and_option_in_the_text_exists(page):
+    """Check the file names and options in the text between the code blocks."""
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for name in re.findall(
         r"`((?:examples|recipes|embeddings|finetuning|common|throughput|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`",
         text,
     ):
-        assert (ROOT / name).exists(), f"{page}.md names {name}"
+        assert (ROOT / name).exists(), f"{page}.md names the file {name}, which does not exist."
+
     shared = (
         [ROOT / "neobert" / "training" / "lora.py"]
-        if {"contrastive", "finetuning"} & set(ROOMS[page])
+        if {"contrastive", "finetuning"} & set(OPTION_PACKAGES[page])
         else []
     )
-    known = (
+    options = (
         options_in(
-            [*shared, *(path for room in ROOMS[page] for path in (room_folder(room)).glob("*.py"))]
+            [
+                *shared,
+                *(
+                    path
+                    for package in OPTION_PACKAGES[page]
+                    for path in (package_folder(package)).glob("*.py")
+                ),
+            ]
         )
         | TRAINER
     )
     for name in re.findall(r"`--([a-z_-]+)", text):
-        # of other programs
+        # Options of other programs.
         others = (
             "help nproc-per-node num_processes no-deps check pooling override-pooler-config task "
             "gpu-memory-utilization enforce-eager"
         )
-        assert name in others.split() or "_" not in name and name.replace("-", "_") in known, (
-            f"{page}.md names the option --{name}"
+        assert name in others.split() or "_" not in name and name.replace("-", "_") in options, (
+            f"{page}.md names the option --{name}, which does not exist or has underscores."
         )
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_opens_with_its_use_and_a_command(page):
     parts = PAGES[page].split("```")
-    heading, what = parts[0].strip().split("\n", 1)
-    assert heading.startswith("# ") and len(what.strip()) > 60, "what is the page for?"
-    assert parts[1].startswith("bash\n"), "The page must open with a command."
+    heading, introduction = parts[0].strip().split("\n", 1)
+    assert heading.startswith("# ") and len(introduction.strip()) > 60, (
+        "The page must start with a heading and a description of its purpose."
+    )
+    assert parts[1].startswith("bash\n"), "The first code block must be a command."
     assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, (
-        "the command comes late"
+        "The first command must be within the first 15 lines."
     )
 
 
 # ------------------------------------------------------------------------------------------------
-# outputs
+# Outputs of the pages
 
 
 @pytest.mark.slow
@@ -158,12 +189,14 @@ def test_the_page_opens_with_its_use_and_a_command(page):
     ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
 )
 def test_every_output_is_todays(page):
+    """Run the examples of a page and compare their outputs with those on the page."""
     assert not (stale := list(pages.stale(page))), (
-        "\n\n".join(stale) + f"\n\nrun: python tests/tools/pages.py --write {page}"
+        "\n\n".join(stale) + f"\n\nRun `python tests/tools/pages.py --write {page}`."
     )
 
 
 def test_results_name_todays_encoder():
+    """Pages of results/ name the digest of the bundled encoder, or call theirs an earlier one."""
     assert pages.stale_results() == []
 
 
@@ -182,6 +215,7 @@ def test_results_name_todays_encoder():
     ],
 )
 def test_outputs_are_compared_within_a_tolerance(shown, printed, expected):
+    """Words and integers must be equal, decimals may differ slightly, and times are ignored."""
     assert pages.same(shown, printed) == expected
 
 
@@ -232,16 +266,21 @@ the end is 3
 
 
 def test_blocks_run_in_their_order_and_their_outputs_are_written(tmp_path):
+    """Check which outputs of `PAGE` are reported, and that `written` updates only these."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)
+
     stale = list(pages.stale(page))
     assert [text.splitlines()[0] for text in stale] == [
         "page.md: pip install torch",
         'page.md: print(open("runs/made").read(), end="")',
         "page.md: seq 1 9; echo the end is $(cat runs/made)",
     ]
+
     page.write_text(pages.written(page))
     expected = PAGE.replace("\n0.50\n", "\n0.54\n").replace("# 41", "# 42").replace("is 3", "is 42")
     assert page.read_text() == expected and not any(pages.stale(page))
+
+    # A block that fails is reported if it is not marked as not run.
     page.write_text(PAGE.replace("<!-- not run: needs a GPU -->\n", ""))
     assert any("exit status 1" in text for text in pages.stale(page))

@@ -1,7 +1,7 @@
 """Test the table of tasks of the README.
 
-Every command of every row runs as written on small data, with the libraries that the README
-installs and no others. Commands that need the Hub run up to the download.
+Every command of every row runs as written on small data. The processes can import the libraries
+that the README installs and no others. Commands that need the Hub run until their download fails.
 """
 
 import configparser
@@ -25,8 +25,8 @@ from .test_readme import README, ROOT, table
 
 pytestmark = pytest.mark.slow
 ROWS = {task: cell for task, _, cell in table("Tasks")}
-# Options that make a row's commands small, one entry a command, and what its last command prints or
-# leaves.
+# For each row: options that make its commands fast (one list per command), and the text that its
+# last command prints or the file that it writes.
 SMALL = {
     "classify the rows of a CSV file": ([["--max-steps=2"]], "accuracy"),
     "find names in text": ([["--max-steps=2"]], "f1"),
@@ -64,31 +64,39 @@ SMALL = {
         "runs/speed/throughput.md",
     ),
 }
-# Rows that go as far as their data, which tests cannot fetch, and what they say of it.
+# Rows that fail at the download of their data, and the error message.
 FROM_THE_HUB = {"run MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
 
 
 def commands(cell):
-    """The words of each command line of a cell; an option that stands alone is added to the command
-    before it, whose output then has a number."""
+    """Return the arguments of each command of a cell.
+
+    An option without a command is added to the first command of the cell. Such a command writes to
+    a numbered output, so that the outputs do not collide.
+    """
     lines = []
     for text in re.findall(r"`((?:python|neobert|--).*?)`", cell):
-        added = text.startswith("--")
-        words = shlex.split(f"{lines[0]} {text}" if added else text)
-        if added:
+        is_option = text.startswith("--")
+        words = shlex.split(f"{lines[0]} {text}" if is_option else text)
+        if is_option:
             words = [word.replace(".parquet", f"-{len(lines)}.parquet") for word in words]
         lines.append(shlex.join(words))
     return [shlex.split(line) for line in lines]
 
 
 def installed_by(extra):
-    """Names of the distributions that `pip install '.[extra]'` brings here, in pip's spelling."""
+    """Return the normalized names of the distributions that `pip install '.[extra]'` installs.
+
+    Requirements of installed distributions are followed recursively.
+    """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
     todo = [Requirement(line) for line in setup["options"]["install_requires"].split()]
     todo += [Requirement(line) for line in extras[extra].split()]
-    names, seen = set(), set()
+
+    names = set()
+    seen = set()
     while todo:
         requirement = todo.pop()
         name = requirement.name.lower().replace("_", "-").replace(".", "-")
@@ -101,25 +109,31 @@ def installed_by(extra):
             try:
                 lines = importlib.metadata.requires(name) or []
             except importlib.metadata.PackageNotFoundError:
-                continue  # an option of another platform
-            needed = map(Requirement, lines)
-            todo += [r for r in needed if not r.marker or r.marker.evaluate({"extra": part})]
+                # The requirement is optional or for another platform.
+                continue
+            requirements = map(Requirement, lines)
+            todo += [r for r in requirements if not r.marker or r.marker.evaluate({"extra": part})]
     return names
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Variables of processes that cannot import what '.[all]' does not bring."""
+    """Return environment variables for processes that can only import what the README installs.
+
+    A sitecustomize.py hides all modules that do not belong to the extra of the README.
+    """
     extra = re.search(r"in a clone with `pip install -e '\.\[(\w+)\]'`", README)[1]
-    brought = installed_by(extra)
+    distributions = installed_by(extra)
     hidden = [
         module
         for module, owners in importlib.metadata.packages_distributions().items()
-        if not {owner.lower().replace("_", "-").replace(".", "-") for owner in owners} & brought
-        # setuptools brings copies of its own under these names.
+        if not {owner.lower().replace("_", "-").replace(".", "-") for owner in owners}
+        & distributions
+        # setuptools contains copies of these modules.
         and module not in ("neobert", "_distutils_hack", "jaraco", "more_itertools", "backports")
     ]
-    assert "lightning" not in brought and "pytest" in hidden and "torch" not in hidden
+    assert "lightning" not in distributions and "pytest" in hidden and "torch" not in hidden
+
     folder = tmp_path_factory.mktemp("only")
     code = f"import sys\nsys.modules.update(dict.fromkeys({hidden!r}))\n"
     (folder / "sitecustomize.py").write_text(code)
@@ -135,17 +149,19 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def clone(bundled, tmp_path):
-    """A folder with the clone's own, `make demo`'s, and a user's files."""
+    """Return a folder that is like a clone in which a user has run `make demo` and added data."""
     for name in ("examples", "recipes", "tests", "convert_checkpoint.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo").symlink_to(bundled)
+
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     words, texts = zip(*(line.split("\t") for line in lines[:600]))
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
     (tmp_path / "reviews.csv").write_text(
         "\n".join(["stars,review", *(f'{1 + i % 2},"{text}"' for i, text in enumerate(texts[:40]))])
     )
+
     rows = {
         "texts": [{"id": i, "text": text} for i, text in enumerate(texts)],
         "pairs": [{"anchor": text, "positive": word} for word, text in zip(words, texts)],
@@ -156,6 +172,7 @@ def clone(bundled, tmp_path):
     rows["pairs"] = rows["pairs"][:500]
     reviews = [{"sentence": text, "label": i % 2} for i, text in enumerate(texts[:40])]
     rows |= {f"my_folder/sst2/{split}": reviews for split in ("train", "validation")}
+
     for name, table_ in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +181,11 @@ def clone(bundled, tmp_path):
 
 
 def serve(words, clone):
-    """Start the server, request an embedding and end the server."""
+    """Start the server, request an embedding and stop the server.
+
+    Returns:
+        The expected text of the row in `SMALL`.
+    """
     address = f"http://127.0.0.1:{(port := free_port())}"
     body = json.dumps({"model": "sentence-encoder", "input": ["a text"]}).encode()
     request = urllib.request.Request(
@@ -180,6 +201,7 @@ def serve(words, clone):
 
 @pytest.mark.parametrize("task", ROWS)
 def test_row(task, clone, environment, monkeypatch):
+    """Run the commands of one task and check the output of the last one."""
     monkeypatch.chdir(clone)
     options, expected = SMALL[task]
     lines = commands(ROWS[task])
@@ -187,26 +209,29 @@ def test_row(task, clone, environment, monkeypatch):
         first = next(iter(ROWS))
         options = [*SMALL[first][0], *options]
         lines = [*commands(ROWS[first]), *lines]
-    assert len(lines) == len(options), f"options for each of {lines}"
-    places = {"ENCODER": "examples/sentence-encoder", "MLM": "runs/demo"}
-    for words, more in zip(lines, options):
-        words = [places.get(word, word) for word in words]
+    assert len(lines) == len(options), f"SMALL must have one list of options for each of {lines}."
+
+    paths = {"ENCODER": "examples/sentence-encoder", "MLM": "runs/demo"}
+    for words, small_options in zip(lines, options):
+        words = [paths.get(word, word) for word in words]
         if words[:2] == ["neobert", "serve"]:
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
             printed = serve(words, clone)
             continue
+
         start = {"python": [sys.executable], "neobert": [sys.executable, "-m", "neobert"]}
-        done = subprocess.run(
-            [*start[words[0]], *words[1:], *more],
+        process = subprocess.run(
+            [*start[words[0]], *words[1:], *small_options],
             env=environment,
             capture_output=True,
             text=True,
             timeout=900,
         )
-        lacking = FROM_THE_HUB.get(task, "")
-        assert done.returncode == (2 if lacking else 0) and lacking in done.stderr, (
-            f"{shlex.join(words)}: {done.stderr[-3000:]}"
+        error = FROM_THE_HUB.get(task, "")
+        assert process.returncode == (2 if error else 0) and error in process.stderr, (
+            f"{shlex.join(words)}: {process.stderr[-3000:]}"
         )
-        printed = done.stdout
+        printed = process.stdout
+
     assert expected in printed or (clone / expected).is_file(), printed[-2000:]

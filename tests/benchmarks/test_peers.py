@@ -1,4 +1,4 @@
-"""Test the comparison with other engines: turns, the BERT of equal products, and the tables."""
+"""Test the comparison with other engines: the order of the calls, the BERT model and the tables."""
 
 import pytest
 
@@ -11,11 +11,12 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "v
 
 
 def test_engines_take_turns_in_another_order_each():
+    """Every turn calls all engines once, and the order differs between turns."""
     order = []
     sessions = {name: lambda name=name: order.append(name) or 1.0 for name in "abcd"}
     seconds = peers.take_turns(sessions, turns=4, calls=1)
     rounds = ["".join(order[start : start + 4]) for start in range(0, 16, 4)]
-    assert all(sorted(each) == list("abcd") for each in rounds) and len(set(rounds)) > 1
+    assert all(sorted(names) == list("abcd") for names in rounds) and len(set(rounds)) > 1
     assert seconds == {name: [1.0] * 4 for name in "abcd"}
 
 
@@ -25,6 +26,7 @@ def test_a_turn_of_several_calls_is_the_median_without_the_first_call():
 
 
 def test_the_bert_has_as_many_products_per_token():
+    """The BERT and the NeoBERT that are compared have the same number of matrix weights."""
     from transformers import BertConfig, BertModel
 
     config = NeoBERTConfig(**SIZES, intermediate_size=96)
@@ -37,6 +39,10 @@ def test_the_bert_has_as_many_products_per_token():
 
 
 def test_seconds_of_another_process_are_those_it_reports():
+    """`processor_seconds` uses the time that an engine in another process reports.
+
+    The processor time of this process does not include that engine.
+    """
     process = LineProcess.__new__(LineProcess)
     process.seconds = 12.5
     type(process).__call__ = lambda self, texts: None
@@ -53,7 +59,7 @@ def test_sorted_batches_contain_texts_of_similar_length():
 
 @pytest.fixture
 def rows():
-    """Rows of two engines; "a" takes twice as long as neobert in float32 and int8."""
+    """Return rows of two engines. Engine "a" takes twice as long as neobert."""
     rows = []
     for name, seconds in (("neobert", 0.001), ("a", 0.002)):
         for precision in ("float32", "bfloat16", "int8"):
@@ -73,6 +79,7 @@ def test_the_page_has_milliseconds_of_one_text_and_tokens_per_second_of_many(row
 
 
 def test_the_ratio_is_that_of_the_same_precision(rows):
+    """The table of the fastest engines divides times of the same precision."""
     rows[0]["workloads"]["8"]["seconds"] = [0.006]
     assert "| 8 tokens | float32 | a | 3.00 |" in peers.fastest_table(rows)
 
@@ -95,6 +102,7 @@ def test_packed_embeddings_agree_with_padded_torch(tmp_path):
 
 
 def test_an_engine_that_is_missing_has_a_reason(tmp_path, monkeypatch):
+    """The error of an engine that is not installed names the make target that installs it."""
     monkeypatch.setattr(peers, "PEERS", [peers.llama_peer(), peers.ctranslate2_peer("int8")])
     sessions, errors = peers.open_sessions(Files(tmp_path), tmp_path)
     assert sessions == {} and all("make peers" in reason for reason in errors.values())

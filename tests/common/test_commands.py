@@ -1,6 +1,6 @@
-"""Test how commands end.
+"""Test the messages and exit codes of commands.
 
-Every error is one message and an exit code, with an optional traceback.
+Every error is printed as one line, with an optional traceback, and has an exit code.
 """
 
 import errno
@@ -22,6 +22,14 @@ from neobert.common.loading import check_model
 
 
 def run(error, monkeypatch=None, debug=None):
+    """Return the exit code of a command that raises an error.
+
+    Args:
+        error: Exception that the command raises.
+        monkeypatch: Fixture that sets the environment variable, required with `debug`.
+        debug: Value of NEOBERT_DEBUG.
+    """
+
     def command():
         raise error
 
@@ -57,6 +65,7 @@ def run(error, monkeypatch=None, debug=None):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_everything_is_one_sentence(capsys, error, message, code):
+    """Check the message and the exit code of each type of exception."""
     assert run(error) == code
     assert capsys.readouterr().err == f"neobert x: {message}\n"
 
@@ -65,17 +74,22 @@ def test_debug_shows_the_traceback(capsys, monkeypatch):
     assert run(UserError("give a file"), monkeypatch, "1") == 2
     error = capsys.readouterr().err
     assert error.startswith("Traceback") and error.endswith("neobert x: give a file\n")
+
     run(UserError("give a file"), monkeypatch, "0")
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", (["distill", "--help"], ["--help"]))
 def test_a_closed_pipe_is_no_error(arguments):
-    """As in `neobert distill --help | head -1`."""
+    """Check the exit code if the reader of stdout has exited.
+
+    This occurs in `neobert distill --help | head -1`. The exit code is that of SIGPIPE.
+    """
     code = "import sys; from neobert.cli import main; sys.exit(main(sys.argv[1:]))"
     reader, writer = os.pipe()
     os.close(reader)
-    run = subprocess.run(
+
+    process = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         stdout=writer,
         stderr=subprocess.PIPE,
@@ -83,11 +97,15 @@ def test_a_closed_pipe_is_no_error(arguments):
         env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
     )
     os.close(writer)
-    assert (run.returncode, run.stderr) == (141, "")
+
+    assert (process.returncode, process.stderr) == (141, "")
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
-    """numpy's tofile, which writes GGUF files, raises an OSError without a number and a name."""
+    """Check that the message contains the file even if the exception does not.
+
+    numpy's `tofile`, which writes GGUF files, raises an OSError without errno and file name.
+    """
 
     def write():
         with new_file(tmp_path / "a.gguf"):
@@ -100,41 +118,49 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
 
 
 def test_the_package_lists_its_public_names_only():
+    """`dir(neobert)` contains the names of `__all__` and no others."""
     assert sorted(dir(neobert)) == sorted(neobert.__all__)
 
 
 def test_exit_codes_pass():
+    """Check that `guarded` returns the exit code of the command, and does not catch SystemExit."""
     assert guarded("x", lambda: None) == 0 and guarded("x", lambda: 3) == 3
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as error:
         guarded("x", lambda: sys.exit(0))
-    assert left.value.code == 0
+    assert error.value.code == 0
 
 
 def test_what_a_newcomer_types(capsys):
-    for asks in (["--help"], ["-h"], ["help"]):
-        assert cli.main(asks) == 0 and "usage: neobert" in capsys.readouterr().out
+    """Check the help, the version, and the suggestions for misspelled commands and options."""
+    for arguments in (["--help"], ["-h"], ["help"]):
+        assert cli.main(arguments) == 0 and "usage: neobert" in capsys.readouterr().out
     assert cli.main([]) == 2 and "usage: neobert" in capsys.readouterr().err
-    for asks in (["--version"], ["-V"]):
-        assert cli.main(asks) == 0 and capsys.readouterr().out.startswith("neobert ")
-    for typed, meant in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
-        assert cli.main([typed]) == 2 and f"Did you mean {meant}?" in capsys.readouterr().err
+    for arguments in (["--version"], ["-V"]):
+        assert cli.main(arguments) == 0 and capsys.readouterr().out.startswith("neobert ")
+    for name, suggestion in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
+        assert cli.main([name]) == 2 and f"Did you mean {suggestion}?" in capsys.readouterr().err
     assert cli.main(["glue", ""]) == 2 and "unknown option ''" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
-    """Named at once: a folder is not looked for on the Hub, whose answer takes minutes without a
-    network."""
+    """Check that a name that is a missing directory is rejected without a request to the Hub.
+
+    Without a network, a request would take minutes to fail.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "weights.pt").write_bytes(b"")
+
     for name in ("/nope", "./nope", "runs/embed", "a/b/c", "", "with spaces", "nofolder"):
         with pytest.raises(
             UserError,
             match=f"there is no {name or repr(name)}. Pass a directory, or a name on the Hub",
         ):
             check_model(name)
+
     with pytest.raises(UserError, match="there is no model in weights.pt"):
         check_model("weights.pt")
+
     (tmp_path / "runs" / "config.json").write_text("{}")
     for name in ("runs", "chandar-lab/NeoBERT", "sentence-transformers/all-MiniLM-L6-v2"):
         check_model(name)
@@ -156,14 +182,16 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     ],
 )
 def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+    """Check that no command opens a connection if the model is a missing directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        socket.socket, "connect", lambda *given: pytest.fail("the network was asked")
+        socket.socket, "connect", lambda *arguments: pytest.fail("the command opened a connection")
     )
     (tmp_path / "texts.txt").write_text("a river\na stone\n")
     (tmp_path / "pairs.jsonl").write_text(
         '{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d"}\n'
     )
+
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "there is no nofolder" in error or "no file nofolder" in error, error
@@ -181,6 +209,7 @@ def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, m
 def test_a_missing_column_is_named_before_a_model_is_loaded(
     command, tmp_path, monkeypatch, capsys, tokenizer_dir
 ):
+    """A missing column is reported first, although the directory contains no valid model."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tokenizer_dir, "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "neobert", "not": "a model"}')
@@ -191,4 +220,5 @@ def test_a_missing_column_is_named_before_a_model_is_loaded(
 
 
 def test_an_error_of_one_number_has_its_name():
+    """Check that the type of the exception is added to a message without letters."""
     assert one_line(KeyError(45)) == "KeyError 45" and one_line(ValueError("")) == "ValueError"

@@ -1,7 +1,7 @@
 """Test the reader of data files.
 
-Every format, also compressed, gives the same rows from a file, folder, glob or URL. Memory use is
-constant, and a damaged file ends in one message.
+Every format, compressed or not, contains the same rows, in a file, a folder, a glob or a URL.
+Memory use is constant, and a damaged file raises an error of one line.
 """
 
 import bz2
@@ -25,58 +25,70 @@ import pyarrow.parquet  # noqa: E402
 
 TEXTS = ["a, \u2028 b", 'say "c"', "  blanks  ", "\u00e9", "2024-01-01", "7"] * 30
 ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
-NAMES = [f"rows{kind}" for kind in FORMATS]
+NAMES = [f"rows{suffix}" for suffix in FORMATS]
 NAMES += ["rows.jsonl.gz", "rows.csv.xz", "rows.jsonl.zst", "rows.TXT.bz2"]
 
 
 def write(path, rows=ROWS):
-    kind = file_format(path.name)
-    if kind == ".parquet":
+    """Write rows in the format and the compression of the file name, and return the path.
+
+    Text files begin with a byte order mark and end with a blank line, which readers must skip.
+    """
+    suffix = file_format(path.name)
+    if suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
         return path
-    if kind == ".csv":
+
+    if suffix == ".csv":
         quoted = ['"' + row["text"].replace('"', '""') + '"' for row in rows]
         lines = ["text,id", *(f"{text},{row['id']}" for text, row in zip(quoted, rows))]
-    elif kind == ".tsv":
+    elif suffix == ".tsv":
         lines = ["text\tid", *(f"{row['text']}\t{row['id']}" for row in rows)]
-    elif kind == ".txt":
+    elif suffix == ".txt":
         lines = [row["text"] for row in rows]
     else:
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+
     content = ("\ufeff" + "\n".join(lines) + "\n\n").encode()
     if path.suffix == ".zst":
         path.write_bytes(pytest.importorskip("zstandard").compress(content))
         return path
-    opened = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
-    with opened(path, "wb") as file:
+
+    open_file = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
+    with open_file(path, "wb") as file:
         file.write(content)
     return path
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_rows(tmp_path, name):
+    """Check the rows, the columns and the number of rows of a file in each format."""
     write(tmp_path / name)
     expected = [{"text": row["text"]} for row in ROWS] if ".txt" in name.lower() else ROWS
     assert list(rows(tmp_path / name)) == expected
     assert list(rows(tmp_path / name, ["text"], ["text"])) == [{"text": text} for text in TEXTS]
+
     (file,) = files(tmp_path / name)
     assert count_rows(file) == len(ROWS) and schema(file).names == list(expected[0])
-    found = dict(numbered_rows(file, wanted=lambda number: number % 50 < 5))
-    assert list(found) == list(range(len(ROWS)))
-    assert all(found[n] == row for n, row in enumerate(expected) if n % 50 < 5)
-    assert found[20] is None, "vacuous: all rows were decoded"
+
+    # Rows that are not wanted are counted, but not decoded.
+    numbered = dict(numbered_rows(file, wanted=lambda number: number % 50 < 5))
+    assert list(numbered) == list(range(len(ROWS)))
+    assert all(numbered[n] == row for n, row in enumerate(expected) if n % 50 < 5)
+    assert numbered[20] is None, "row 20 must not be decoded"
     assert count_rows(file._replace(url=str(tmp_path / name))) == len(ROWS)
 
 
 def test_rows_behind_unwanted_row_groups(tmp_path):
-    """The numbers of the rows count the row groups that are skipped."""
+    """Row numbers include the rows of skipped row groups."""
     (file,) = files(write(tmp_path / "rows.parquet"))
-    read = list(numbered_rows(file, wanted=lambda number: number >= 100))
-    assert [number for number, _ in read] == list(range(len(ROWS)))
-    assert [row for number, row in read if number >= 100] == ROWS[100:]
+    numbered = list(numbered_rows(file, wanted=lambda number: number >= 100))
+    assert [number for number, _ in numbered] == list(range(len(ROWS)))
+    assert [row for number, row in numbered if number >= 100] == ROWS[100:]
 
 
 def test_streams_are_refused(tmp_path):
+    """Check that stdin and pipes, which cannot be read twice, are rejected."""
     os.mkfifo(tmp_path / "pipe")
     for source in ("-", "/dev/stdin", str(tmp_path / "pipe")):
         with pytest.raises(UserError, match="got the stream .*Write its content to a file first"):
@@ -85,31 +97,41 @@ def test_streams_are_refused(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
 def test_folders_globs_and_urls(tmp_path, scheme, monkeypatch):
+    """Check which files a folder or a glob contains, and their order.
+
+    Hidden and temporary files, and files of other formats, are skipped. The files are sorted by
+    their paths.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus" / "deep").mkdir(parents=True)
     names = ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "_temporary.jsonl", ".hidden.jsonl")
     for number, name in enumerate(names):
         write(tmp_path / "corpus" / name, ROWS[3 * number : 3 * number + 3])
     (tmp_path / "corpus" / "README.md").write_text("no rows")
-    (tmp_path / "corpus" / "d.jsonl").symlink_to("deep/c.jsonl")  # as the Hub's cache has them
+    # The cache of the Hub consists of symbolic links.
+    (tmp_path / "corpus" / "d.jsonl").symlink_to("deep/c.jsonl")
     root = f"{scheme}{tmp_path}/corpus" if scheme else "corpus"
     if scheme == "memory://":
         fsspec.filesystem("memory").put(f"{tmp_path}/corpus", root, recursive=True)
-    listed = [ROWS[3:6], ROWS[:3], ROWS[6:9], ROWS[6:9]]  # a, b, d, deep/c
-    assert list(rows(root)) == sum(listed, [])
+
+    # The order is a.jsonl.gz, b.jsonl, d.jsonl, deep/c.jsonl.
+    expected = [ROWS[3:6], ROWS[:3], ROWS[6:9], ROWS[6:9]]
+    assert list(rows(root)) == sum(expected, [])
     assert [(file.url, file.name) for file in files(f"{root}/")][2:] == [
         (f"{root}/{name}", name) for name in ("d.jsonl", "deep/c.jsonl")
     ]
+
     size = (tmp_path / "corpus" / "b.jsonl").stat().st_size
     assert files(f"{root}/b.jsonl") == [(f"{root}/b.jsonl", "b.jsonl", size)]
     assert [file.name for file in files(f"{root}/*.jsonl*")] == ["a.jsonl.gz", "b.jsonl", "d.jsonl"]
     assert [file.name for file in files(f"{root}/*/*.jsonl")] == ["deep/c.jsonl"]
+
     if scheme == "memory://":
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
 def test_a_file_that_was_changed_is_read_anew(tmp_path):
-    """Also to the same size, which a cache by name and size would not see."""
+    """Check that changes are seen even if the name and the size of a file stay the same."""
     path = tmp_path / "a.jsonl"
     for text in ("one", "two"):
         path.write_text(json.dumps({"text": text}))
@@ -117,6 +139,7 @@ def test_a_file_that_was_changed_is_read_anew(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
+    """Check that reading files with 4 MB of text needs less than 3 MiB of memory."""
     for name in ("rows.jsonl", "rows.csv", "rows.parquet", "rows.txt"):
         path = write(tmp_path / name, [{"text": "word " * 200, "id": str(i)} for i in range(4000)])
         tracemalloc.start()
@@ -124,7 +147,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
             pass
         peak = tracemalloc.get_traced_memory()[1] / 2**20
         tracemalloc.stop()
-        assert peak < 3, f"{name}: 4 MB of text took {peak:.1f} MiB"
+        assert peak < 3, f"{name}: reading 4 MB of text took {peak:.1f} MiB"
 
 
 @pytest.mark.parametrize(
@@ -145,12 +168,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     ],
 )
 def test_a_broken_file_is_one_sentence(tmp_path, name, content, sentence):
+    """Check that the error about a damaged file contains its name, the row and the reason."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
         list(rows(tmp_path / name, ["text"], ["text"]))
 
 
 def test_what_is_not_there(tmp_path):
+    """Check the errors about a missing file, protocol or column, and about mixed formats."""
     with pytest.raises(UserError, match="there is no file of rows .*nothing.jsonl"):
         files(tmp_path / "nothing.jsonl")
     with pytest.raises(UserError, match="nothing://a cannot be read .Protocol not known"):
@@ -163,8 +188,11 @@ def test_what_is_not_there(tmp_path):
 
 
 def test_tables_with_quotes_and_long_texts(tmp_path):
+    """Quotes have no meaning in tsv files, and the cells of a csv file may have any length."""
     (tmp_path / "a.tsv").write_text('text\tlabel\n"open and never closes\t1\n')
     assert list(rows(tmp_path / "a.tsv")) == [{"text": '"open and never closes', "label": "1"}]
-    long = "word " * 100_000  # above the csv module's own limit of 131,072 characters
-    (tmp_path / "a.csv").write_text(f'text\n"{long}"\n')
-    assert next(rows(tmp_path / "a.csv"))["text"] == long
+
+    # The default limit of the csv module is 131,072 characters per cell.
+    long_text = "word " * 100_000
+    (tmp_path / "a.csv").write_text(f'text\n"{long_text}"\n')
+    assert next(rows(tmp_path / "a.csv"))["text"] == long_text

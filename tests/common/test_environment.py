@@ -1,4 +1,4 @@
-"""Tests of the environment of a measurement: hardware, commit, command line and page."""
+"""Tests of the environment of a measurement: hardware, commit, versions and command line."""
 
 import pytest
 
@@ -26,7 +26,7 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd asimddp sve bf16 i8mm\n"
 
 @pytest.fixture
 def set_cpuinfo(tmp_path, monkeypatch):
-    """Function that sets the content of /proc/cpuinfo, on a machine with two cores."""
+    """Return a function that sets the content of /proc/cpuinfo on a machine with two cores."""
     path = tmp_path / "cpuinfo"
     monkeypatch.setattr(module, "Path", lambda _: path)
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
@@ -55,12 +55,13 @@ def test_units_of_the_processor(cpuinfo, units, set_cpuinfo):
     ],
 )
 def test_hardware_names_the_processor_and_its_units(cpuinfo, line, set_cpuinfo):
-    """A reader of a bf16 or int8 figure must see whether the machine has the units for it."""
+    """Results in bfloat16 and int8 depend on the matrix units of the processor."""
     set_cpuinfo(cpuinfo)
     assert hardware().startswith(line)
 
 
 def test_the_line_contains_every_known_field():
+    """Check the line of a complete environment. Fields that are missing or None are omitted."""
     record = {
         "command": "neobert throughput",
         "commit": "abc1234",
@@ -73,6 +74,7 @@ def test_the_line_contains_every_known_field():
         "batch_sizes": {"short": 8},
         "note": None,
     }
+
     assert environment_line(record) == (
         "`neobert throughput`, commit abc1234, 2026-01-02 03:04 UTC, A CPU, 2 cores, 1 thread, "
         "dtype float32, bfloat16, batch sizes short 8, torch 2.13.0"
@@ -82,6 +84,8 @@ def test_the_line_contains_every_known_field():
 
 
 def test_the_commit_of_a_copy_without_git_is_in_a_variable(monkeypatch):
+    """Check that the commit is read from NEOBERT_COMMIT if git is not available."""
+
     def run_without_git(*arguments, **options):
         raise OSError("git is not installed")
 
@@ -96,6 +100,7 @@ def test_the_commit_of_a_copy_without_git_is_in_a_variable(monkeypatch):
 
 
 def test_the_versions_are_those_of_installed_packages():
+    """Packages that are not installed are omitted from the versions."""
     versions = environment(["pytest", "no-such-package"])["versions"]
     assert versions["pytest"] == pytest.__version__
     assert "torch" in versions

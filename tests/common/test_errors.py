@@ -1,4 +1,7 @@
-"""Tests of messages: untrusted text is escaped and shortened, missing packages are named."""
+"""Tests of error messages.
+
+Covers the escaping and shortening of untrusted text, and the errors about missing packages.
+"""
 
 import pytest
 
@@ -9,13 +12,13 @@ def test_untrusted_text_is_escaped_in_every_message():
     name = "a\x1b]0;owned\x07\n\u202e\ud800\u00e9\u4f60"
     escaped = "a\\x1b]0;owned\\x07\\n\\u202e\\ud800\u00e9\u4f60"
     assert str(UserError(name)) == listed([name]) == escaped
-    assert str(UserError(str(UserError(name)))) == escaped, "escaped twice"
+    assert str(UserError(str(UserError(name)))) == escaped, "the text was escaped twice"
     assert len(str(UserError("x" * 10**6))) == 4000 and len(listed(["x" * 10**6] * 3)) < 700
     assert one_line(ValueError(" two\n lines. ")) == "two lines"
 
 
 def test_the_error_of_a_dataloader_worker_is_its_message():
-    """torch raises the error again, preceded by the worker's traceback."""
+    """Check that the traceback, which torch adds to the error of a worker, is removed."""
     traceback = (
         'Original Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise '
         'UserError("x")\n'
@@ -39,6 +42,7 @@ def test_installed_packages_are_sufficient():
     ],
 )
 def test_a_missing_package_is_named_with_its_command(module, package):
+    """Check that the error contains the command that installs the missing package."""
     with pytest.raises(ImportError) as error:
         require("train", "json", module)
     assert str(error.value) == (

@@ -1,5 +1,8 @@
-"""Test the YAML reader: numbers, booleans and references, and the refusal of damaged and malicious
-files with one sentence."""
+"""Tests of the YAML reader.
+
+Covers numbers, booleans and references, and the rejection of damaged and malicious files with an
+error of one line.
+"""
 
 import os
 import signal
@@ -14,17 +17,22 @@ from neobert.conversion.config_files import find_config
 
 
 def read(tmp_path, text):
+    """Return the content of a YAML file with this text."""
     (tmp_path / "a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_yaml(tmp_path / "a.yaml")
 
 
 def test_numbers_truths_references_and_anchors(tmp_path):
-    """YAML 1.1 takes no, off, yes and on for truths, and 1e-4 for text."""
+    """Check that numbers and booleans are those of YAML 1.2.
+
+    YAML 1.1 reads no, off, yes and on as booleans, and 1e-4 as text.
+    """
     text = (
         "lr: 1e-4\nbig: 1.0e+5\ntext: '1e-4'\nsize: ${model.size}\nnone: ${model.x}\nmodel: "
         "&m\n  size: 12\nother:\n  <<: *m\n  on: true\n"
         "a: no\nb: off\nc: yes\nd: on\nf: False\nh: Truefalse\n"
     )
+
     assert read(tmp_path, text) == {
         "lr": 1e-4,
         "big": 1e5,
@@ -35,6 +43,7 @@ def test_numbers_truths_references_and_anchors(tmp_path):
         "other": {"size": 12, "on": True},
         **{"a": "no", "b": "off", "c": "yes", "d": "on", "f": False, "h": "Truefalse"},
     }
+
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
 
 
@@ -49,19 +58,25 @@ def test_numbers_truths_references_and_anchors(tmp_path):
     ids=range(4),
 )
 def test_refused_with_one_sentence(tmp_path, text, message):
-    with pytest.raises(UserError, match=message) as refusal:
+    """Check that an invalid or malicious file raises a short error of one line."""
+    with pytest.raises(UserError, match=message) as error:
         read(tmp_path, text)
-    assert len(str(refusal.value)) < 600 and "\n" not in str(refusal.value)
+    assert len(str(error.value)) < 600 and "\n" not in str(error.value)
 
 
 def _bomb(line):
-    """Return YAML text whose nine lines refer to the line before ten times each."""
+    """Return YAML text of nine lines, each of which refers to the previous line ten times.
+
+    Args:
+        line: Function that returns a line, given the name of the previous line and its own name.
+    """
     names = "abcdefghi"
     pairs = zip(names, names[1:], strict=False)
     return "\n".join(["a: &a {x: 1}", *(line(*pair) for pair in pairs)])
 
 
 def _ten(item):
+    """Return an item ten times, separated by commas."""
     return ", ".join([item] * 10)
 
 
@@ -85,30 +100,39 @@ def time_limit():
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_small_file_cannot_expand_to_endless_values(bomb, tmp_path, time_limit):
-    """400 bytes of nested aliases stand for 10^8 values. Such a file in a checkpoint is refused."""
+    """Check that a file of less than 1,000 bytes that expands to 10^8 values is rejected.
+
+    Such a configuration in a checkpoint raises an error, and such a model card is ignored.
+    """
     text = f"hidden_size: 64\n{BOMBS[bomb]}\n"
     assert len(text) < 1000
+
     with pytest.raises(UserError, match="must expand to at most 100,000 values"):
         read(tmp_path, text)
+
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="must expand to at most 100,000 values"):
         find_config([tmp_path])
+
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{text}---\nText.\n")
-    # A card has no references: this text stays text.
+    # References in a model card are not resolved, so they remain text.
     assert read_card(tmp_path) == ({"license": "mit"} if bomb == "references" else {})
 
 
 @pytest.mark.parametrize("kind", ("aliases", "references", "written out"))
 def test_the_limit_counts_every_expanded_value(kind, tmp_path, monkeypatch):
-    """A file within the limit is read, and one with a value more is refused. The root, the two
-    keys, a value and the list count too; a key does not count for references."""
+    """Check that a file with as many values as the limit is read, and one more is rejected.
+
+    The root, the two keys, the value of `a` and the list count as values. If references are
+    resolved, the keys do not count.
+    """
     monkeypatch.setattr(files, "MAX_VALUES", 100)
     item = {"aliases": "*a", "references": "'${a}'", "written out": "1"}[kind]
 
     def text(count):
         return f"a: &a 1\nb: [{', '.join([item] * count)}]"
 
-    # A reference is a value, and the value that it names is another one.
+    # A reference counts as two values: itself and its target.
     fits = 48 if kind == "references" else 95
     assert read(tmp_path, text(fits)) == {"a": 1, "b": [1] * fits}
     with pytest.raises(UserError, match="expand to at most 100 values, got more"):
@@ -116,15 +140,21 @@ def test_the_limit_counts_every_expanded_value(kind, tmp_path, monkeypatch):
 
 
 def test_card_metadata(tmp_path):
+    """Check the license and base model that are read from the front matter of a model card.
+
+    A list of base models and damaged front matter are ignored.
+    """
     card = tmp_path / "README.md"
     assert read_card(tmp_path) == {}
     card.write_bytes(
         b"---\r\nlicense: mit\r\nbase_model: [a, b]\r\ntags: [x]\r\n---\r\n# Title\r\n"
     )
     assert read_card(tmp_path) == {"license": "mit"}
+
     for text in ("no front matter\n", "---\n- a\n---\n", "---\na: [\n---\n", "---\n\n---\n"):
         card.write_text(text)
         assert read_card(tmp_path) == {}, text
+
     card.write_text(
         "---\nlicense: other\nlicense_name: mine\nbase_model: a/b\n---\n---\nx: y\n---\n"
     )
@@ -133,6 +163,7 @@ def test_card_metadata(tmp_path):
 
 
 def test_no_file_to_read(tmp_path):
+    """Check the errors about a missing file and about a pipe, which would block the reader."""
     with pytest.raises(UserError, match="no file .*a.yaml"):
         read_yaml(tmp_path / "a.yaml")
     os.mkfifo(tmp_path / "b.yaml")
@@ -141,6 +172,7 @@ def test_no_file_to_read(tmp_path):
 
 
 def test_a_value_of_the_command_line():
+    """Check that text in brackets is parsed, and invalid or other text is returned unchanged."""
     assert read_brackets("[a, 1e-4]") == ["a", 1e-4] and read_brackets("{a: no}") == {"a": "no"}
     for text in ("[" * 1000, "[ab]*.txt", "{", "2001-99-99", "1", "a: 1"):
         assert read_brackets(text) == text

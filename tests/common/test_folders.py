@@ -1,7 +1,7 @@
 """Test atomic outputs.
 
-An output appears complete or not at all, existing files are never replaced, leftovers of killed
-processes are removed, a second process is refused, and permissions follow the umask.
+An output appears complete or not at all, and existing directories are never replaced. Leftovers of
+killed processes are removed, a second process is rejected, and the umask sets the permissions.
 """
 
 import os
@@ -23,10 +23,12 @@ from neobert.common.folders import (
 
 
 def everything(folder):
+    """Return the relative paths of all files and directories in a directory, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def make(output, text="x"):
+    """Write an output directory that contains one file in a subdirectory."""
     with new_folder(output) as folder:
         (folder / "below").mkdir()
         (folder / "below" / "file").write_text(text)
@@ -34,7 +36,7 @@ def make(output, text="x"):
 
 @pytest.mark.parametrize("prepare", [None, "mkdir", "link"])
 def test_a_new_folder(tmp_path, prepare):
-    """In parents that are not there; in the place of an empty folder; where a link leads."""
+    """Check that an output is created with its parents, in an empty directory, or behind a link."""
     output = tmp_path / "a" / "b"
     if prepare:
         (tmp_path / "a").mkdir()
@@ -56,34 +58,43 @@ def test_a_new_folder(tmp_path, prepare):
     ],
 )
 def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
+    """Check that an existing file or directory is neither accepted as an output nor changed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "to_file").symlink_to("file")
     before = everything(tmp_path)
-    for refuse in (check_new, make):
+
+    for function in (check_new, make):
         with pytest.raises(UserError, match=re.escape(sentence)):
-            refuse(output)
+            function(output)
+
     assert everything(tmp_path) == before and (tmp_path / "file").read_text() == "mine"
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    """No half folder or file; a file that was there stays."""
+    """Check that no incomplete file or directory remains after an exception.
+
+    An existing file is not changed.
+    """
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("old")
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a") as folder:
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
+
     for name in ("there/file", "c"):
         with pytest.raises(ZeroDivisionError), new_file(tmp_path / name) as file:
             file.write(b"x")
             1 / 0  # noqa: B018
+
     assert everything(tmp_path) == ["there", "there/file"]
     assert (tmp_path / "there" / "file").read_text() == "old"
 
 
 def test_what_came_meanwhile_stays(tmp_path):
+    """A directory that another process has created in the meantime is not replaced."""
     with pytest.raises(OSError), new_folder(tmp_path / "a") as folder:
         (folder / "new").write_text("x")
         (tmp_path / "a").mkdir()
@@ -91,6 +102,7 @@ def test_what_came_meanwhile_stays(tmp_path):
     assert everything(tmp_path) == ["a", "a/mine"]
 
 
+# A script that waits while it writes an output.
 KILLED = """
 import os, signal, sys
 from neobert.common.folders import new_folder
@@ -102,24 +114,30 @@ with new_folder(sys.argv[1]) as folder:
 
 
 def test_two_processes_and_a_kill(tmp_path):
-    """The second process is refused while the first lives, and clears what it left when it was
-    killed."""
+    """Check that a second process is rejected while the first one runs, and succeeds afterwards.
+
+    The second process removes the incomplete output of the first one, which was killed.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, tmp_path / "a"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert process.stdout.readline() == b"begun\n"
+
     with pytest.raises(UserError, match="in use by another run"):
         make(tmp_path / "a")
+
     process.kill()
     process.communicate()
-    assert ".a.tmp/new/half" in everything(tmp_path), "the process was not killed half way"
+    assert ".a.tmp/new/half" in everything(tmp_path), "the process must leave an incomplete output"
+
     make(tmp_path / "a")
     assert everything(tmp_path) == ["a", "a/below", "a/below/file"]
 
 
 def test_a_new_file(tmp_path):
+    """Check that a file is created or replaced, and the leftover of a killed process is removed."""
     for content in (b"one", b"two"):
         (tmp_path / ".file.tmp").write_bytes(b"left by a killed process, and longer")
         with new_file(tmp_path / "file") as file:
@@ -130,12 +148,15 @@ def test_a_new_file(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
+    """Check that outputs are written if the file system supports neither permissions nor links."""
+
     def refuse(*arguments, **options):
         raise PermissionError("not on this file system")
 
     for name in ("chmod", "fchmod", "link"):
         monkeypatch.setattr(os, name, refuse)
     monkeypatch.setattr(shutil, "copystat", refuse)
+
     umask = os.umask(0o027)
     try:
         make(tmp_path / "a")
@@ -143,13 +164,14 @@ def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
             file.write(b"x")
     finally:
         os.umask(umask)
+
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/below/file", "b")]
     assert modes == [0o750, 0o640, 0o640]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 def test_rights_are_those_of_the_umask(tmp_path):
-    """Also of a file that a library wrote for its owner alone, as safetensors does."""
+    """Check the permissions of a file that only its owner can read, as safetensors writes it."""
     umask = os.umask(0o027)
     try:
         with new_folder(tmp_path / "a") as folder:
@@ -164,6 +186,7 @@ def test_rights_are_those_of_the_umask(tmp_path):
     [("in", True), ("in/out", True), (".", True), ("link/out", True), ("out", False), ("i", False)],
 )
 def test_inputs_and_outputs_are_disjoint(tmp_path, output, refused):
+    """An output must neither contain an input nor be inside one, even through a link."""
     (tmp_path / "in").mkdir()
     (tmp_path / "link").symlink_to("in")
     if not refused:
@@ -173,7 +196,7 @@ def test_inputs_and_outputs_are_disjoint(tmp_path, output, refused):
 
 
 def test_a_leftover_of_a_complete_directory_is_removed(tmp_path):
-    """A process that is killed after the rename leaves its lock file."""
+    """Check that the lock file of a process that was killed after the rename is removed."""
     with new_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("x")
     leftover = tmp_path / ".out.tmp"

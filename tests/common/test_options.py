@@ -74,29 +74,32 @@ TRAINING = OptionParser(
 
 
 def test_defaults_and_values_of_the_command_line():
-    read = PARSER.read(["a.txt"])
-    assert read == ExampleOptions(DataOptions(source="a.txt"), BatchOptions())
+    """Check the defaults, and values of each type, with `=`, underscores and an empty text."""
+    result = PARSER.read(["a.txt"])
+    assert result == ExampleOptions(DataOptions(source="a.txt"), BatchOptions())
 
     words = "a.txt --columns a b --for x --max-length 3 --dropout 0 --weights"
-    read = PARSER.read(
+    result = PARSER.read(
         [*words.split(), "{a: 1, b: 2.5}", "--compile", "--long_texts=windows", "--prefix", ""]
     )
-    assert read.data == DataOptions("a.txt", ["a", "b"], {"a": 1.0, "b": 2.5}, "x")
-    assert read.batch == BatchOptions(3, 0.0, "windows", True, "")
+    assert result.data == DataOptions("a.txt", ["a", "b"], {"a": 1.0, "b": 2.5}, "x")
+    assert result.batch == BatchOptions(3, 0.0, "windows", True, "")
 
 
 def test_recipes_are_overridden_from_left_to_right(tmp_path):
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yml"
+    """Later recipes override earlier ones, and options of the command line override recipes."""
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yml"
     first.write_text("source: recipe.txt\nmax_length: 8\ncolumns: title\ndropout: 0.5\n")
     second.write_text("max_length: 16\ndropout: null\n")
     expected = DataOptions("recipe.txt", ["title"])
 
-    read = PARSER.read([str(first), str(second)])
-    assert read == ExampleOptions(expected, BatchOptions(max_length=16))
-    read = PARSER.read([str(second), "--config", str(first), f"--config={second}"])
-    assert read == ExampleOptions(expected, BatchOptions(max_length=16))
-    read = PARSER.read(["mine.txt", str(first), "--max-length", "32"])
-    assert (read.data.source, read.batch.max_length) == ("mine.txt", 32)
+    result = PARSER.read([str(first), str(second)])
+    assert result == ExampleOptions(expected, BatchOptions(max_length=16))
+    result = PARSER.read([str(second), "--config", str(first), f"--config={second}"])
+    assert result == ExampleOptions(expected, BatchOptions(max_length=16))
+    result = PARSER.read(["mine.txt", str(first), "--max-length", "32"])
+    assert (result.data.source, result.batch.max_length) == ("mine.txt", 32)
 
 
 def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypatch):
@@ -106,8 +109,8 @@ def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypat
 
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "contrastive.yaml").write_text("max_length: 5\n")
-    read = PARSER.read(["a.txt", "recipes/contrastive.yaml"])
-    assert read.batch.max_length == 5
+    result = PARSER.read(["a.txt", "recipes/contrastive.yaml"])
+    assert result.batch.max_length == 5
 
     with pytest.raises(UserError, match="there is no file recipes/nothing.yaml"):
         PARSER.read(["a.txt", "recipes/nothing.yaml"])
@@ -123,15 +126,17 @@ def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypat
     ],
 )
 def test_lists_of_the_command_line(words, columns):
+    """Items that look like numbers remain text in a list of texts."""
     assert PARSER.read(["a.txt", *words]).data.columns == columns
 
 
 def test_options_of_trainer_are_passed_on(tmp_path):
+    """The command line overrides Trainer's options of a recipe, which overrides the defaults."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("source: a.txt\ntrainer: {learning_rate: 1e-4, seed: 3}\n")
-    read = TRAINING.read([str(recipe), "--seed", "4", "--max-length", "9"])
-    assert read.trainer == {"learning_rate": 1e-4, "save_total_limit": 2, "seed": 4}
-    assert read.batch.max_length == 9
+    result = TRAINING.read([str(recipe), "--seed", "4", "--max-length", "9"])
+    assert result.trainer == {"learning_rate": 1e-4, "save_total_limit": 2, "seed": 4}
+    assert result.batch.max_length == 9
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,7 @@ def test_options_of_trainer_are_passed_on(tmp_path):
     ],
 )
 def test_messages(words, message):
+    """Check the complete message about each type of invalid command line."""
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         PARSER.read(words.split())
 
@@ -178,6 +184,7 @@ def test_messages_about_recipes(tmp_path):
 
 
 def test_an_empty_value_is_an_unset_variable():
+    """Check that an empty value is rejected, because a variable of the shell may be unset."""
     with pytest.raises(UserError, match="`--for` is empty"):
         PARSER.read(["a.txt", "--for", ""])
 
@@ -191,17 +198,20 @@ def test_an_empty_value_is_an_unset_variable():
     ],
 )
 def test_names_of_other_libraries(name, match):
+    """Check that names of options from other libraries are answered with Trainer's names."""
     with pytest.raises(UserError, match=f"Did you mean --{match}[?]"):
         TRAINING.read(["a.txt", f"--{name}", "1"])
 
 
 def test_resume_needs_no_option():
+    """Check the hint for `--resume`, which is no option."""
     with pytest.raises(UserError, match="Run the same command again to resume"):
         TRAINING.read(["a.txt", "--resume"])
 
 
 def test_help_has_titles_types_choices_and_defaults():
     text = " ".join(PARSER.help().split())
+
     for part in (
         "Data: SOURCE Texts to read.",
         "Batching: --max-length INT Maximum sequence length in tokens. (default: 512)",
@@ -211,13 +221,14 @@ def test_help_has_titles_types_choices_and_defaults():
         "--columns TEXT [TEXT ...] Columns to read. (default: text)",
         "--weights MAPPING",
         "--for TEXT",
-        # Choices of a list are printed once: argparse repeats the placeholder.
+        # argparse repeats the placeholder of a list, so the choices are part of the help instead.
         "--languages NAME [NAME ...] Languages of the texts. Choices: en, de. (default: en)",
     ):
         assert part in text, text
 
 
 def test_long_choices_are_described_and_not_a_placeholder():
+    """Choices that are too long for a placeholder are listed in the help of the option."""
     text = OptionParser("neobert head", "Choose a head.", HeadParserOptions).help()
     choices = "sequence-classification, token-classification, question-answering, multiple-choice"
     assert f"--head NAME Type of the head. Choices: {choices}. (default:" in " ".join(text.split())
@@ -239,6 +250,7 @@ def test_long_choices_are_described_and_not_a_placeholder():
     ],
 )
 def test_rules_of_types(hint, rule):
+    """Check the description of a type in error messages."""
     assert options.rule(hint) == rule
 
 
@@ -252,6 +264,7 @@ def test_help_describes_common_options_of_trainer_and_lists_the_others():
 
 
 def test_the_list_of_trainer_options_is_complete():
+    """Check the names of Trainer's options, which are listed without an import of transformers."""
     names = set(options._trainer_option_names())
     fields = transformers.TrainingArguments.__dataclass_fields__
     assert names == {name for name, item in fields.items() if item.init and name in names}
@@ -260,9 +273,10 @@ def test_the_list_of_trainer_options_is_complete():
 
 
 def test_identity_leaves_out_what_does_not_affect_results():
-    read = PARSER.read(["a.txt", "--compile"])
-    assert "compile" in options.flatten(read) and "compile" not in options.identity(read)
-    assert options.identity(read)["max_length"] == 512
+    """Options with `affects_results=False` are not part of the identity of a run."""
+    result = PARSER.read(["a.txt", "--compile"])
+    assert "compile" in options.flatten(result) and "compile" not in options.identity(result)
+    assert options.identity(result)["max_length"] == 512
 
 
 def test_logged_options_contain_no_secret(caplog):

@@ -1,7 +1,7 @@
 """Test the output directory of a long-running command.
 
-Covers the identity of a run, settings that differ, one process at a time, atomic final files, and
-the result as the last file. test_contract.py tests whole commands.
+Covers the identity of a run, changed settings, the lock against a second process, atomic final
+files, and the result as the last file. test_contract.py tests complete commands.
 """
 
 import json
@@ -14,10 +14,12 @@ from neobert.common.output import Output, differences
 
 
 def files(folder):
+    """Return the relative paths of all files in a directory, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_differences_are_told_with_both_values():
+    """Check that changed settings are listed with the previous and the new value."""
     assert (
         differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": [4]}) == "b 2, now 3, c None, now [4]"
     )
@@ -25,18 +27,24 @@ def test_differences_are_told_with_both_values():
 
 
 def test_a_run_from_its_begin_to_its_end(tmp_path):
+    """Check the state and the files of an output directory in each phase of a run."""
     output = Output(tmp_path / "out", "make", {"seed": 1, "hub_token": "hf_secret"})
     assert output.state() == "new" and not (tmp_path / "out").exists()
+
     with output.claim():
         assert output.state() == "unfinished"
         with pytest.raises(UserError, match="in use by another run"), output.claim():
             pass
+
+        # Final files are moved into the output directory at the end of the block.
         with output.final_files() as folder:
             (folder / "below").mkdir()
             (folder / "below" / "model").write_text("x")
             assert files(tmp_path / "out") == [".final.tmp/below/model", ".lock", "run.json"]
         assert output.state() == "unfinished"
         output.finish(steps=3)
+
+    # The result contains the settings without secrets.
     assert output.state() == "finished"
     assert files(tmp_path / "out") == [".lock", "below/model", "result.json"]
     assert read_json(output.result) == {
@@ -47,10 +55,15 @@ def test_a_run_from_its_begin_to_its_end(tmp_path):
 
 
 def test_another_run_is_refused_where_one_has_written_something(tmp_path):
+    """Check that the directory of an unfinished run is rejected for other settings or commands.
+
+    A run that has written nothing but its record does not count.
+    """
     with Output(tmp_path, "make", {"seed": 1}).claim():
         pass
     other = Output(tmp_path, "make", {"seed": 2})
-    assert other.state() == "new", "that one ended before it had written anything"
+    assert other.state() == "new", "the first run has written nothing"
+
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(UserError, match="other settings .seed 1, now 2.. Use the same"):
         other.state()
@@ -59,8 +72,10 @@ def test_another_run_is_refused_where_one_has_written_something(tmp_path):
 
 
 def test_what_may_lie_beside_a_run(tmp_path):
+    """Check which files an output directory may contain before a run."""
     (tmp_path / "prepared").mkdir()
-    (tmp_path / ".prepared.tmp").mkdir()  # of a process that was killed
+    # A process that is killed leaves temporary files, which are ignored.
+    (tmp_path / ".prepared.tmp").mkdir()
     assert Output(tmp_path, "make", {}, beside=["prepared"]).state() == "new"
     with pytest.raises(UserError, match="holds other files .prepared."):
         Output(tmp_path, "make", {}).state()
@@ -70,14 +85,17 @@ def test_what_may_lie_beside_a_run(tmp_path):
 
 
 def test_an_interrupted_end_is_made_again(tmp_path):
+    """Check that incomplete final files of an interrupted run are discarded and written again."""
     output = Output(tmp_path, "make", {}, result="figures.json")
     with output.claim(), pytest.raises(KeyboardInterrupt), output.final_files() as folder:
         (folder / "model").write_text("half")
         raise KeyboardInterrupt
+
     with output.claim():
         with output.final_files() as folder:
             assert not files(folder)
             (folder / "model").write_text("whole")
         output.finish()
+
     assert (tmp_path / "model").read_text() == "whole"
     assert json.loads((tmp_path / "figures.json").read_text())["neobert"] == "make"

@@ -1,4 +1,8 @@
-"""Tests of result files: one JSON file and one page per result, tables, and files of others."""
+"""Tests of result files.
+
+Covers the JSON file and the page of a result, tables, the protection of other files, and the index
+of results/.
+"""
 
 import json
 import re
@@ -39,8 +43,10 @@ def test_a_result_is_a_json_file_and_a_page(tmp_path):
 
 
 def test_a_file_is_an_earlier_result_if_it_has_the_keys(tmp_path):
+    """Missing and invalid files, and JSON files without the keys, are no earlier results."""
     path = tmp_path / "result.json"
     assert earlier_result(path) is None
+
     path.write_text('{"rows": [], "seed": 1}')
     assert earlier_result(path, "rows") == {"rows": [], "seed": 1}
     assert earlier_result(path, "rows", "tasks") is None
@@ -51,6 +57,7 @@ def test_a_file_is_an_earlier_result_if_it_has_the_keys(tmp_path):
 
 
 def test_files_of_others_are_not_replaced(tmp_path):
+    """A page may exist only if the command has written an earlier result next to it."""
     check_result_files(tmp_path, "glue", None, "glue.md")
     (tmp_path / "glue.md").write_text("mine")
     check_result_files(tmp_path, "glue", {"rows": []}, "glue.md")
@@ -59,6 +66,7 @@ def test_files_of_others_are_not_replaced(tmp_path):
 
 
 def test_the_index_lists_every_result():
+    """results/README.md has a link to every page, and to every JSON file without a page."""
     links = re.findall(r"\]\(([^)]+)\)", (RESULTS / "README.md").read_text())
     pages = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.md")}
     without_page = {

@@ -1,8 +1,4 @@
-"""Test `neobert contrastive`.
-
-The loss equals its formula, the output loads in a new process, adapters are resumed and merged,
-retrieval is evaluated before and after training, and bad input ends in one message.
-"""
+"""Tests of `neobert contrastive`: the loss, training runs, adapters, the output, and errors."""
 
 import json
 import os
@@ -42,6 +38,8 @@ from neobert.training.lora import check_adapter_support
 
 
 def test_loss_is_infonce_of_cosine_over_temperature():
+    """The loss is InfoNCE of the cosine similarities to all positives and negatives in a batch."""
+
     class Vectors(torch.nn.Module):
         def forward(self, features):
             return {"sentence_embedding": features["vectors"]}
@@ -49,14 +47,18 @@ def test_loss_is_infonce_of_cosine_over_temperature():
     generator = torch.Generator().manual_seed(0)
     anchors, positives, first, second = (torch.randn(6, 16, generator=generator) for _ in range(4))
     loss = build_loss(Vectors(), LossOptions())
-    got = loss.compute_loss_from_embeddings([anchors, positives, first, second], None)
+    value = loss.compute_loss_from_embeddings([anchors, positives, first, second], None)
+
     candidates = torch.nn.functional.normalize(torch.cat([positives, first, second]), dim=1)
     logits = torch.nn.functional.normalize(anchors, dim=1) @ candidates.T / 0.07
     expected = torch.stack([logits[i].logsumexp(0) - logits[i, i] for i in range(6)]).mean()
-    torch.testing.assert_close(got, expected)
+
+    torch.testing.assert_close(value, expected)
 
 
 def test_the_cached_loss_has_the_temperature():
+    """`mini_batch_size` selects the cached loss, which has the same temperature."""
+    # The cached loss needs a model with a first module.
     model = torch.nn.Sequential(torch.nn.Identity())
     loss = build_loss(model, LossOptions(mini_batch_size=2))
     assert loss.scale == pytest.approx(1 / 0.07) and loss.mini_batch_size == 2
@@ -72,16 +74,19 @@ def test_the_learning_rate_depends_on_the_hidden_size(tmp_path):
 
 
 def test_an_encoder_that_learned_nothing_is_reported():
-    def warning(before, after, tfidf):
+    """A warning reports an encoder that is no better than before the training, or than TF-IDF."""
+
+    def warning_for(before, after, tfidf):
         values = {"before": before, "after": after, "tf-idf": tfidf}
         return contrastive.comparison_warning({k: {"mrr@10": v} for k, v in values.items()})
 
-    assert warning(0.5, 0.6, 0.4) is None
-    assert "before the training" in warning(0.6, 0.6, 0.4)
-    assert "TF-IDF" in warning(0.1, 0.2, 0.68)
+    assert warning_for(0.5, 0.6, 0.4) is None
+    assert "before the training" in warning_for(0.6, 0.6, 0.4)
+    assert "TF-IDF" in warning_for(0.1, 0.2, 0.68)
 
 
 def test_tfidf_finds_the_text_that_shares_words():
+    """The TF-IDF baseline ranks texts by the words that they share with the query."""
     relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
     texts = ["the cat is red", "birds that are blue", "nothing"]
     metrics = retrieval.evaluate_tfidf(retrieval.Queries(relevant, texts))
@@ -92,15 +97,21 @@ def test_tfidf_finds_the_text_that_shares_words():
 def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
     model_folder, triplets, pairs, tmp_path
 ):
+    """The loss falls, and the output loads without this package.
+
+    The process that loads the output uses the code and the prompts that are saved in it.
+    """
     output = tmp_path / "out"
     options = ["--pairs", triplets, pairs, "--instruction", "Find it.", "--max_steps", "40"]
     options += ["--learning_rate", "2e-3", "--save_steps", "100"]
     argv = arguments_for(model_folder, output, *options)
     assert main(argv) == 0
+
     log = json.loads((output / "result.json").read_text())["training"]
     losses = [loss for _, loss in log["losses"]]
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), f"the loss did not fall: {losses}"
     assert sum(log["probabilities"].values()) == pytest.approx(1)
+
     program = (
         "import json, sys; from sentence_transformers import SentenceTransformer\n"
         f"model = SentenceTransformer({str(output)!r}, trust_remote_code=True)\n"
@@ -110,32 +121,36 @@ def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
         "print(json.dumps([type(model[0].auto_model).__name__, model[1].pooling_mode, "
         "model.prompts['query'], abs(vector - plain).max().item()]))"
     )
+
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     settings = {"cwd": tmp_path, "timeout": 200, "env": environment}
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, **settings
     )
+
     assert run.returncode == 0, run.stderr[-2000:]
+
     name, pooling, prompt, difference = json.loads(run.stdout.splitlines()[-1])
     assert (name, pooling, prompt) == ("NeoBERTModel", "mean", "Instruction: Find it. Query: ")
-    assert difference < 1e-5, "encode_query does not put the saved instruction before the query"
+    assert difference < 1e-5, "encode_query does not prepend the saved instruction to the query"
 
 
 class _Interrupt(TrainerCallback):
-    """Sends this process a signal at the end of a step."""
+    """Callback that sends a signal to this process at the end of a step."""
 
-    def __init__(self, step, number):
-        self.step, self.number = step, number
+    def __init__(self, step, signal_number):
+        self.step = step
+        self.signal_number = signal_number
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), self.signal_number)
 
 
 def test_a_version_of_peft_that_transformers_refuses(
     model_folder, triplets, tmp_path, monkeypatch, capsys
 ):
-    """The command refuses before it creates the output directory."""
+    """An unsupported version of peft is an error before the output directory is created."""
     pytest.importorskip("peft")
     from transformers.integrations import peft as integration
 
@@ -150,76 +165,105 @@ def test_a_version_of_peft_that_transformers_refuses(
 def test_adapters_go_on_after_interruptions_and_are_merged(
     model_folder, triplets, tmp_path, monkeypatch
 ):
-    """SIGTERM and Ctrl-C; the same command ends with the weights of a run that was left alone."""
+    """A run that SIGTERM and Ctrl-C interrupt ends with the weights of an uninterrupted run."""
     pytest.importorskip("peft")
     try:
         check_adapter_support()
     except UserError as error:
         pytest.skip(str(error))
-    build, argv = contrastive.build_trainer, ["--pairs", triplets, "--learning_rate", "1e-3"]
-    argv += ["--save_steps", "3", "--lora"]
-    for step, number in ((5, signal.SIGTERM), (7, signal.SIGINT)):
 
-        def interrupted(*arguments, step=step, number=number):
-            trainer = build(*arguments)
-            trainer.add_callback(_Interrupt(step, number))
+    build_trainer = contrastive.build_trainer
+    argv = ["--pairs", triplets, "--learning_rate", "1e-3"]
+    argv += ["--save_steps", "3", "--lora"]
+
+    for step, signal_number in ((5, signal.SIGTERM), (7, signal.SIGINT)):
+
+        def build_interrupted_trainer(*arguments, step=step, signal_number=signal_number):
+            trainer = build_trainer(*arguments)
+            trainer.add_callback(_Interrupt(step, signal_number))
             return trainer
 
         with monkeypatch.context() as patch, pytest.raises((Stopped, KeyboardInterrupt)):
-            patch.setattr(contrastive, "build_trainer", interrupted)
+            patch.setattr(contrastive, "build_trainer", build_interrupted_trainer)
             main(arguments_for(model_folder, tmp_path / "out", *argv))
-        assert not (tmp_path / "out" / "modules.json").exists(), "it looks finished"
+        assert not (tmp_path / "out" / "modules.json").exists(), "the run is marked as finished"
+
     for name in ("out", "whole"):
         assert main(arguments_for(model_folder, tmp_path / name, *argv)) == 0
-    resumed, whole, start = (
+    resumed, uninterrupted, start = (
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / "out", tmp_path / "whole", model_folder)
     )
-    assert resumed.keys() == whole.keys() and not any("lora" in key for key in whole)
-    assert max((whole[key] - start[f"model.{key}"]).abs().max() for key in whole) > 1e-4, "vacuous"
-    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+    assert resumed.keys() == uninterrupted.keys() and not any(
+        "lora" in key for key in uninterrupted
+    )
+    assert (
+        max((uninterrupted[key] - start[f"model.{key}"]).abs().max() for key in uninterrupted)
+        > 1e-4
+    ), "the training has not changed the weights"
+    assert all(torch.equal(resumed[key], uninterrupted[key]) for key in uninterrupted)
     assert (tmp_path / "whole" / "adapter" / "adapter_model.safetensors").is_file()
-    assert torch.equal(whole["encoder.weight"], start["model.encoder.weight"])
+
+    assert torch.equal(uninterrupted["encoder.weight"], start["model.encoder.weight"])
 
 
 def test_a_folder_to_publish(model_folder, tmp_path):
-    """No row of the training data in any file, which the library's own card would show; license and
-    origin in the card; both forms of a pooling, since sentence-transformers 5.1 and 6.2 each read
-    one of them, and take the first token's vector where theirs is missing."""
+    """Check the output of a run that is to be published.
+
+    - No file contains a row of the training data. The model card of sentence-transformers would.
+    - The model card states the license and the base model.
+    - The pooling is stored in two forms, because sentence-transformers 5.1 and 6.2 read different
+      keys, and both fall back to [CLS] pooling if their key is missing.
+    """
     rows = [{"anchor": f"unpublished question {i}", "positive": f"answer {i}"} for i in range(20)]
     write_jsonl(tmp_path / "faq.jsonl", rows)
     write_jsonl(tmp_path / "validation.jsonl", [{"anchor": "other", "positive": "text"}])
+
     options = ["--pairs", str(tmp_path / "faq.jsonl"), "--max_steps", "1", "--license", "cc0-1.0"]
     options += ["--validation-file", str(tmp_path / "validation.jsonl")]
     options += ["--base-model", "you/start"]
     output = tmp_path / "out"
     assert main(arguments_for(model_folder, output, *options)) == 0
-    written = [path for path in output.rglob("*") if path.suffix in (".md", ".json")]
-    assert not [path.name for path in written if "unpublished question" in path.read_text()]
+
+    text_files = [path for path in output.rglob("*") if path.suffix in (".md", ".json")]
+    assert not [path.name for path in text_files if "unpublished question" in path.read_text()]
     assert str(tmp_path.parent) not in (output / "result.json").read_text()
+
     card = yaml.safe_load((output / "README.md").read_text().split("---")[1])
     names = ("license", "base_model", "base_model_relation")
     assert [card[name] for name in names] == ["cc0-1.0", "you/start", "finetune"]
+
     names = ("1_Pooling/config.json", "sentence_bert_config.json", "modules.json")
     pooling, settings, modules = (json.loads((output / name).read_text()) for name in names)
-    further = json.loads((output / "config_sentence_transformers.json").read_text())
-    assert further["requirements"]["transformers"] == ">=4.56" and "query" in further["prompts"]
+
+    library_config = json.loads((output / "config_sentence_transformers.json").read_text())
+    assert (
+        library_config["requirements"]["transformers"] == ">=4.56"
+        and "query" in library_config["prompts"]
+    )
+
     assert pooling["pooling_mode"] == "mean" and pooling["word_embedding_dimension"] == 32
     flags = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
     assert flags == ["pooling_mode_mean_tokens"] and "embedding_dimension" not in pooling
+
     assert settings == {"max_seq_length": 32, "do_lower_case": False}
+
     assert [module["type"] for module in modules] == [
         f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling")
     ]
 
 
 def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
-    named = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
-    assert base_model_metadata(None, "chandar-lab/NeoBERT") == named
+    """The model card names a base model that is on the Hub, and no local directory."""
+    expected = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
+    assert base_model_metadata(None, "chandar-lab/NeoBERT") == expected
+    # A local directory is not the name of a model on the Hub.
     assert base_model_metadata(None, str(model_folder)) == base_model_metadata(None) == {}
 
 
 def test_negatives_are_searched_too(tmp_path):
+    """The texts of a retrieval evaluation include the negatives."""
     rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
     queries = retrieval.read_queries(str(path))
@@ -227,6 +271,7 @@ def test_negatives_are_searched_too(tmp_path):
 
 
 def test_the_card_names_an_instruction_and_an_inherited_license(model_folder, tmp_path):
+    """The model card explains the instruction, and has the license of the start model."""
     start = shutil.copytree(model_folder, tmp_path / "start")
     (start / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n", encoding="utf-8")
     rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
@@ -234,8 +279,8 @@ def test_the_card_names_an_instruction_and_an_inherited_license(model_folder, tm
     options = ["--pairs", str(pairs), "--max_steps", "1"]
 
     cards = {}
-    for name, more in (("with", ["--instruction", "Find the answer"]), ("without", [])):
-        assert main(arguments_for(start, tmp_path / name, *options, *more)) == 0
+    for name, instruction in (("with", ["--instruction", "Find the answer"]), ("without", [])):
+        assert main(arguments_for(start, tmp_path / name, *options, *instruction)) == 0
         cards[name] = (tmp_path / name / "README.md").read_text(encoding="utf-8")
 
     assert "# adds the instruction of the training" in cards["with"]
@@ -257,10 +302,16 @@ def test_tensorboard_logs_are_kept(model_folder, tmp_path):
 def test_a_second_process_is_refused_before_data_and_model_are_loaded(
     model_folder, tmp_path, monkeypatch
 ):
+    """The output directory is locked before the data and the model are loaded."""
     rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
     argv = ["--pairs", str(write_jsonl(tmp_path / "faq.jsonl", rows)), "--max_steps", "1"]
     for name in ("build_mixture", "load_model"):
-        monkeypatch.setattr(contrastive, name, lambda *_: pytest.fail("loaded before the claim"))
+        monkeypatch.setattr(
+            contrastive,
+            name,
+            lambda *_: pytest.fail("data or a model was loaded before the output was locked"),
+        )
+
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".lock"):
         with pytest.raises(UserError, match="is in use by another run"):
@@ -268,44 +319,57 @@ def test_a_second_process_is_refused_before_data_and_model_are_loaded(
 
 
 def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, caplog):
-    """Every query is searched among all texts of the validation file, without those that were
-    trained on."""
+    """Check the retrieval metrics, which a separate implementation computes again.
+
+    Each validation query is searched among all texts of the validation file. Queries that are in
+    the training data are left out.
+    """
     rows = [
         {"anchor": f"an animal: {animal} {i}", "positive": f"{i} {animal}"}
         for i, animal in enumerate(ANIMALS * 4)
     ]
     train = write_jsonl(tmp_path / "train.jsonl", rows[:20])
-    more = {"anchor": rows[-1]["anchor"], "positive": "one more answer"}
-    validation = write_jsonl(tmp_path / "validation.jsonl", [*rows[19:], more])
+
+    # The last query has two relevant texts.
+    second_answer = {"anchor": rows[-1]["anchor"], "positive": "one more answer"}
+    validation = write_jsonl(tmp_path / "validation.jsonl", [*rows[19:], second_answer])
+
     argv = ["--pairs", str(train), "--learning_rate", "2e-3"]
     argv += ["--validation-file", str(validation)]
     assert main(arguments_for(model_folder, tmp_path / "out", *argv)) == 0
+
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     scores = result["training"]["validation"]
     assert (scores["queries"], scores["texts"]) == (12, 14)
     assert "1 of 13 queries are trained on" in caplog.text
     assert "12 held-out queries among 14 texts" in capsys.readouterr().out
+
+    # Row 19 is also in the training data: its text is searched, but its query is left out.
     texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
     for when, folder in (("before", model_folder), ("after", tmp_path / "out")):
         model = load_sentence_transformer(str(folder), max_length=32, trust_remote_code=True)
         queries = model.encode([row["anchor"] for row in rows[20:]])
         measures = []
-        for number, row in enumerate(model.similarity(queries, model.encode(texts))):
-            right = {number + 1} | ({13} if number == 11 else set())
-            hits = [text in right for text in row.argsort(descending=True).tolist()[:10]]
+        for index, row in enumerate(model.similarity(queries, model.encode(texts))):
+            relevant = {index + 1} | ({13} if index == 11 else set())
+            hits = [text in relevant for text in row.argsort(descending=True).tolist()[:10]]
             rank = hits.index(True) + 1 if any(hits) else float("inf")
-            measures.append([sum(hits[:1]) / len(right), sum(hits) / len(right), 1 / rank])
+            measures.append([sum(hits[:1]) / len(relevant), sum(hits) / len(relevant), 1 / rank])
+
         measures = torch.tensor(measures)
         names = ("recall@1", "recall@10", "mrr@10")
         expected = dict(zip(names, measures.mean(0).tolist()))
         expected |= dict(zip([f"{n}_se" for n in names], (measures.std(0) / 12**0.5).tolist()))
+
         assert scores[when] == pytest.approx(expected, abs=1e-6)
         line = f"| {when} | {expected['recall@1']:.3f} ± {expected['recall@1_se']:.3f} |"
         assert line in (tmp_path / "out" / "README.md").read_text()
+
     pairs = ["--pairs", str(validation), "--trust-remote-code"]
     assert retrieval.main([str(tmp_path / "out"), *pairs]) == 0
-    words = r"13 queries among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
-    assert re.search(words, capsys.readouterr().out)
+    pattern = r"13 queries among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
+    assert re.search(pattern, capsys.readouterr().out)
+
     with pytest.raises(UserError, match="all queries of .*train.jsonl are in the training data"):
         argv[-1] = str(train)
         main(arguments_for(model_folder, tmp_path / "other", *argv))
@@ -331,16 +395,19 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path, monkeypatch):
+    """Invalid input ends with one error message before any training."""
     monkeypatch.chdir(tmp_path)
     good = [{"anchor": f"a{i}", "positive": f"b{i}"} for i in range(16)]
     write_jsonl(tmp_path / "good.jsonl", good)
     write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
     write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
     (tmp_path / "empty.jsonl").touch()
-    words, message = BAD[case]
-    if words and words[0].startswith("--") and words[0] != "--pairs":
-        words = ["--pairs", "good.jsonl", *words]
+
+    options, message = BAD[case]
+    if options and options[0].startswith("--") and options[0] != "--pairs":
+        options = ["--pairs", "good.jsonl", *options]
+
     with pytest.raises(UserError, match=message):
-        main([*arguments_for(model_folder, tmp_path / "out"), *words])
-    # The output directory is claimed before data is read; `run.json` alone blocks no other run.
+        main([*arguments_for(model_folder, tmp_path / "out"), *options])
+    # The output is claimed before data is read. `run.json` does not block other runs.
     assert {path.name for path in tmp_path.glob("out/*")} <= {"run.json", ".lock"}

@@ -1,9 +1,4 @@
-"""Tests of the data of contrastive training.
-
-Batches are sampled from one dataset by size^alpha, no text is its own negative, rows and judgments
-become pairs, the recipe is the paper's, instructions reach the tokens of the query alone, and
-validation queries are not trained on.
-"""
+"""Tests of the data of contrastive training: samplers, datasets, instructions, and validation."""
 
 import collections
 import json
@@ -42,6 +37,13 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "contrastive.yaml"
 
 
 def mixture(sizes, batch_size=4, **settings):
+    """Return (batch sampler, datasets) of datasets with different texts.
+
+    Args:
+        sizes: Number of rows of each dataset.
+        batch_size: Number of rows per batch.
+        settings: Arguments of `SizeAlphaBatchSampler`.
+    """
     parts = [
         Dataset.from_dict(
             {
@@ -58,77 +60,95 @@ def mixture(sizes, batch_size=4, **settings):
 
 
 def origins(sampler, sizes):
+    """Return (index of the dataset of each batch, batches) of an epoch."""
     bounds = torch.tensor(sizes).cumsum(0)
     batches = list(sampler)
-    owners = [
+    dataset_sets = [
         set(torch.searchsorted(bounds, torch.tensor(batch), right=True).tolist())
         for batch in batches
     ]
-    assert all(len(owner) == 1 for owner in owners), "a batch mixes data sets"
-    return [owner.pop() for owner in owners], batches
+    assert all(len(indices) == 1 for indices in dataset_sets), "a batch mixes datasets"
+    return [indices.pop() for indices in dataset_sets], batches
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_batches_are_drawn_by_size_to_the_alpha(alpha):
+    """Datasets are sampled with probability proportional to size^alpha."""
     sizes = [900, 100, 3600]
     sampler, _ = mixture(sizes, alpha=alpha)
-    drawn = []
+
+    dataset_indices = []
     for epoch in range(4):
         sampler.set_epoch(epoch)
-        drawn += origins(sampler, sizes)[0]
-    assert len(drawn) == 4 * 1150, "an epoch has as many batches as the data sets together"
+        dataset_indices += origins(sampler, sizes)[0]
+    assert len(dataset_indices) == 4 * 1150, (
+        "an epoch must have as many batches as all datasets together"
+    )
+
     weights = [size**alpha for size in sizes]
-    counts = collections.Counter(drawn)
-    for number, weight in enumerate(weights):
+    counts = collections.Counter(dataset_indices)
+    # The observed frequencies are within four standard errors of the probabilities.
+    for index, weight in enumerate(weights):
         p = weight / sum(weights)
-        error = (p * (1 - p) / len(drawn)) ** 0.5
-        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error)
+        error = (p * (1 - p) / len(dataset_indices)) ** 0.5
+        assert counts[index] / len(dataset_indices) == pytest.approx(p, abs=4 * error)
 
 
 def test_an_epoch_repeats_exactly_and_the_next_differs():
+    """An epoch has the same batches in every run, so that a run can be resumed."""
     sizes = [40, 40]
-    several, (single, _) = mixture(sizes, alpha=0.5)[0], mixture([40], alpha=0.5)
-    drawn, rows = [], []
+    mixture_sampler = mixture(sizes, alpha=0.5)[0]
+    single_sampler, _ = mixture([40], alpha=0.5)
+
+    dataset_orders = []
+    row_orders = []
     for epoch in (0, 1):
-        several.set_epoch(epoch)
-        single.set_epoch(epoch)
-        assert list(several) == list(several), "a run could not be resumed"
-        drawn.append(origins(several, sizes)[0])
-        rows.append(list(single))
-    assert drawn[0] != drawn[1], "two epochs draw the data sets in the same order"
-    assert rows[0] != rows[1], "two epochs go through a data set in the same order"
+        mixture_sampler.set_epoch(epoch)
+        single_sampler.set_epoch(epoch)
+        assert list(mixture_sampler) == list(mixture_sampler), "an epoch is not reproducible"
+        dataset_orders.append(origins(mixture_sampler, sizes)[0])
+        row_orders.append(list(single_sampler))
+
+    assert dataset_orders[0] != dataset_orders[1], "two epochs have the same order of datasets"
+    assert row_orders[0] != row_orders[1], "two epochs have the same order of rows"
 
 
 def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
+    """Each repetition of a small dataset contains all of its rows, in another order."""
     sizes = [200, 8]
     sampler, _ = mixture(sizes, alpha=0.0)
-    owners, batches = origins(sampler, sizes)
-    small = [index for owner, batch in zip(owners, batches) if owner == 1 for index in batch]
-    assert len(small) > 16, "the small data set was hardly drawn, so this test would be vacuous"
+    dataset_indices, batches = origins(sampler, sizes)
+    small = [row for index, batch in zip(dataset_indices, batches) if index == 1 for row in batch]
+    assert len(small) > 16, "the small dataset was sampled too rarely to be repeated"
     rounds = [tuple(small[i : i + 8]) for i in range(0, len(small) - 7, 8)]
     assert all(sorted(part) == list(range(200, 208)) for part in rounds)
     assert len(set(rounds)) > 1, "every round has the same order"
 
 
 def test_the_processes_of_a_step_share_a_data_set():
+    """The batches of all processes in a step are from the same dataset."""
     sizes = [64, 64, 64]
     sampler, _ = mixture(sizes, alpha=0.5, group=4)
-    owners, batches = origins(sampler, sizes)
+    dataset_indices, batches = origins(sampler, sizes)
     assert len(batches) == len(sampler) == 48
-    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4))
+    assert all(len(set(dataset_indices[i : i + 4])) == 1 for i in range(0, 48, 4))
 
 
 def test_batch_texts_counts_every_column():
+    """`batch_texts` counts all columns, except for the name of the dataset."""
     names = ("anchor", "positive", "negative_1", "negative_2", "dataset_name")
     data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in names})
-    for texts, rows in ((24, 6), (3, 2)):  # the name of the data set is no text
+    for texts, rows in ((24, 6), (3, 2)):
         sampler = TextsBatchSampler(data, batch_size=64, batch_texts=texts)
         assert sampler.batch_size == rows
 
 
 def test_every_batch_reaches_a_process_whatever_its_size():
-    """accelerate drops batches of another size than the sampler's `batch_size`; data sets have
-    batches of different sizes."""
+    """Batches of all sizes reach the processes.
+
+    accelerate drops batches whose size differs from the `batch_size` of the sampler, but datasets
+    have batches of different sizes.
+    """
     accelerate = pytest.importorskip("accelerate.data_loader")
     parts = [
         Dataset.from_dict(
@@ -136,17 +156,24 @@ def test_every_batch_reaches_a_process_whatever_its_size():
         )
         for k in range(2)
     ]
+
     samplers = [TextsBatchSampler(part, batch_size=size) for part, size in zip(parts, (4, 5))]
     sampler = SizeAlphaBatchSampler(
         ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2
     )
+
     shards = [list(accelerate.BatchSamplerShard(sampler, 2, process)) for process in (0, 1)]
+
     assert {len(batch) for batch in sampler} == {4, 5}
     assert [batch for step in zip(*shards) for batch in step] == list(sampler)
 
 
 def test_a_batch_that_cannot_be_found_is_refused():
-    """Rows that share a text do not go together, or it would be its own row's negative."""
+    """A batch has no two rows with the same text.
+
+    The positive of one row would otherwise be a negative of the other row. Here two rows have the
+    same positive, so nine rows can form a batch, and ten cannot.
+    """
     positives = [f"a {max(i, 1)}" for i in range(10)]
     anchors = [f"question {i}" for i in range(10)]
     data = Dataset.from_dict({"anchor": anchors, "positive": positives})
@@ -168,19 +195,23 @@ ROWS = {
 
 @pytest.mark.parametrize("path", ROWS)
 def test_a_path_leads_into_the_row(path):
+    """Check that `lookup` finds the value at a path, or returns None."""
     row, expected = ROWS[path]
     assert lookup(row, path) == expected
 
 
 def test_rows_become_examples_with_as_many_negatives_each():
+    """All examples of a dataset have the same number of negatives."""
     source = PairSource(
         name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3
     )
     row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
     negatives = {"negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
     assert example(row, source, 3) == {"anchor": "q", "positive": "p", **negatives}
+
     # A shorter list is repeated.
     assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1"
+
     assert unusable(row, source, 3) is None
     assert unusable({**row, "neg": []}, source, 3) == "without negative"
     assert unusable({**row, "neg": []}, source, 0) is None
@@ -190,36 +221,48 @@ def test_rows_become_examples_with_as_many_negatives_each():
 
 @pytest.mark.parametrize("place", ["file", "data set of the library"])
 def test_rows_that_are_left_out_are_logged(tmp_path, caplog, place):
-    """Low scores, no score, no text; the rest keeps its order, and at most `max_negatives`."""
+    """Rows without a text or with a low or missing score are left out, and the counts are logged.
+
+    The order of the other rows and at most `max_negatives` of their negatives are kept.
+    """
     rows = [{"anchor": f"s{i}", "positive": f"t{i}", "score": i / 2} for i in range(12)]
     rows = [{**row, "neg": ["n1", "n2", "n3"]} for row in rows]
-    rows[3]["score"], rows[9]["positive"] = None, " "
+    rows[3]["score"] = None
+    rows[9]["positive"] = " "
+
     path = write_jsonl(tmp_path / "sts.jsonl", rows)
     path = str(path if place == "file" else tmp_path)
+
     settings = {"above": {"score": 4}, "negatives": ["neg"], "max_negatives": 2}
     data = load_source(PairSource(name="sts", path=path, **settings))
+
     negatives = {"negative_1": "n1", "negative_2": "n2"}
     assert data[:]["anchor"] == ["s10", "s11"]
     assert data[0] == {"anchor": "s10", "positive": "t10", **negatives}
+
     message = "sts: 10 of 12 rows are left out: 9 with a score not above 4, 1 without positive."
     assert message in caplog.messages
 
 
 def test_the_recipe_of_the_paper():
+    """The recipe has the datasets and the hyperparameters of the paper."""
     argv = [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
     options, training = parse(argv)
     sources = {source.name: source for source in read_sources(options.data, options.instructions)}
+
     assert options.data.validation_percent == 0
     assert len(sources) == 22 == len({source.instruction for source in sources.values()})
     assert all(source.instruction for source in sources.values())
     assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
+
     assert (options.loss.temperature, options.loss.alpha, options.loss.batch_texts) == (
         0.07,
         0.5,
         128,
     )
     assert (options.encoder.pooling, training.max_steps) == ("mean", 2000)
-    assert training.get_warmup_steps(2000) == 100, "a small part of the run, not all of it"
+    assert training.get_warmup_steps(2000) == 100, "the warmup must be a small part of the run"
+
     qrels = {source.path for source in sources.values() if source.qrels}
     assert qrels == {"mteb/fever", "mteb/msmarco"}
     named_in_the_paper = "ag-news med-mcqa npr yahoo-answers amazon-qa paq trivia-qa wikihow"
@@ -227,8 +270,8 @@ def test_the_recipe_of_the_paper():
     assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
 
 
-# A row of every data set of the recipe, in the columns that its card on the Hub documents: A
-# anchor, P positive, N negatives.
+# A row of each dataset of the recipe with the columns of its dataset card on the Hub. "A" is the
+# anchor, "P" the positive, and "N" a negative.
 SHAPES = {
     "ag-news": {"title": "A", "description": "P"},
     "all-nli": {"anchor": "A", "positive": "P", "negative": "N"},
@@ -266,9 +309,11 @@ SHAPES = {
 
 
 def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
+    """The paths of the recipe find the anchors, positives and negatives of each dataset."""
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
-    # These two are read as queries, corpus and judgments.
+    # These two datasets have the layout of MTEB: queries, corpus and relevance judgments.
     assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}
+
     for name, row in SHAPES.items():
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
         data = load_source(PairSource.from_entry({**sources[name], "path": path}))
@@ -277,12 +322,12 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
             "anchor": "A",
             "positive": "P",
             **{f"negative_{i + 1}": "N" for i in range(count)},
-        }, f"{name} is read wrongly"
-        assert (count > 0) == ("N" in json.dumps(row)), f"{name}: {count} negatives"
+        }, f"the columns of {name} are wrong"
+        assert (count > 0) == ("N" in json.dumps(row)), f"{name} has {count} negatives"
 
 
 def test_judgments_queries_and_corpus_become_pairs(tmp_path):
-    """MTEB's retrieval layout on the Hub: three subsets, joined by their ids."""
+    """Check MTEB's retrieval layout on the Hub: three subsets, joined by their ids."""
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n"
         + "".join(
@@ -291,6 +336,7 @@ def test_judgments_queries_and_corpus_become_pairs(tmp_path):
         )
         + "---\n"
     )
+
     judgments = [("q1", "d2", 1), ("q2", "d1", 1), ("q2", "d2", 0)]
     write_jsonl(
         tmp_path / "default.jsonl",
@@ -303,58 +349,69 @@ def test_judgments_queries_and_corpus_become_pairs(tmp_path):
         tmp_path / "corpus.jsonl",
         [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)],
     )
+
     data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
-    # Judgments of 0 are not positives.
+    # A judgment with the score 0 states that the document is not relevant.
     assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}
 
 
 def mixture_of(argv):
-    """Return the mixture, the options and the trainer's arguments of a command line."""
+    """Return the mixture, the options and the training arguments of a command line."""
     options, training = parse(argv)
     sources = read_sources(options.data, options.instructions)
     return build_mixture(options, training, sources), options, training
 
 
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
-    """The library's trainer gives every row the name of its data set then, a text that all rows
-    share: it must not count, or a batch would be of one row."""
+    """Instructions are prepended to the queries, and not to the positives.
+
+    The trainer of sentence-transformers adds the name of the dataset to each row if there are
+    prompts. This column is the same in all rows, so a sampler that compares it would form batches
+    of one row.
+    """
     entries = [
         {"name": "animals", "path": triplets, "instruction": "Find the animal."},
         {"name": "things", "path": pairs, "instruction": "Find the color."},
     ]
+
     recipe = tmp_path / "recipe.yaml"
     values = {"datasets": entries, "instruction_template": "I: {instruction} Q: "}
     recipe.write_text(yaml.safe_dump(values))
     mixture, options, training = mixture_of(
         [str(recipe), *arguments_for(model_folder, tmp_path / "out")]
     )
+
     animals = mixture.parts["animals"]
     assert animals.data.column_names == ["anchor", "positive", "negative_1"]
+
     model = load_sentence_transformer(str(model_folder), max_length=32)
-    seen = set()
+    sampled_datasets = set()
     trainer = build_trainer(model, mixture, options.loss, training)
     for batch in trainer.get_train_dataloader():
         name = batch["dataset_name"]
-        asks = {"animals": "i : find the animal. q :", "things": "i : find the color. q :"}[name]
+        prefix = {"animals": "i : find the animal. q :", "things": "i : find the color. q :"}[name]
         anchor, positive = (
             model.tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True)
             for column in ("anchor", "positive")
         )
-        assert anchor.startswith(asks) and "find the" not in positive
+        assert anchor.startswith(prefix) and "find the" not in positive
         assert len(batch["anchor_input_ids"]) == 8
-        seen.add(name)
-    assert seen == {"animals", "things"}, "vacuous: a data set was never drawn"
+        sampled_datasets.add(name)
+    assert sampled_datasets == {"animals", "things"}, "a dataset was not sampled"
 
 
 def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
-    texts = {"triplets": "Find the animal: its color.", "pairs": ""}
+    """`--instructions` replaces `--instruction`; an empty text means no instruction."""
+    instructions = {"triplets": "Find the animal: its color.", "pairs": ""}
     path = tmp_path / "instructions.yaml"
-    path.write_text(yaml.safe_dump(texts))
+    path.write_text(yaml.safe_dump(instructions))
+
     options = ["--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path)]
     argv = arguments_for(model_folder, tmp_path / "out", *options)
     prompts = mixture_of(argv)[0].prompts
     assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its color. Query: "}}
+
     path.write_text(yaml.safe_dump({"triplets": "x"}))
     message = "has no instruction for pairs. Add one for every dataset, '' for none."
     with pytest.raises(UserError, match=message):
@@ -362,7 +419,7 @@ def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path):
-    """The library keeps what it made of a file."""
+    """The `datasets` library caches the rows of a file, also if the file changes."""
     path = tmp_path / "faq.csv"
     rows = "".join(f'"question, {i}",answer {i}\n' for i in range(9))
     path.write_text(f"anchor,positive\n{rows}")
@@ -378,32 +435,35 @@ def test_a_file_that_changed_is_read_anew(tmp_path):
 )
 def test_the_number_of_validation_queries(count, percent, expected):
     questions = [f"question {i}" for i in range(count)]
-    chosen = choose_validation_queries(questions * 2, percent)
-    assert len(chosen) == expected and chosen <= set(questions)
-    # The order of the file does not matter.
-    assert choose_validation_queries(questions[::-1], percent) == chosen
+    validation_queries = choose_validation_queries(questions * 2, percent)
+    assert len(validation_queries) == expected and validation_queries <= set(questions)
+    # The result does not depend on the order of the queries.
+    assert choose_validation_queries(questions[::-1], percent) == validation_queries
 
 
 def test_validation_queries_are_held_out_from_all_datasets(model_folder, tmp_path):
+    """A validation query is removed from all datasets, and keeps its positives of all of them."""
     for name, other in (("first", "x"), ("second", "y")):
         rows = [
             {"anchor": f"{'both' if i < 40 else other} {i}", "positive": f"{name} {i}"}
             for i in range(150)
         ]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
+
     files = [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
     argv = arguments_for(model_folder, tmp_path / "out", "--pairs", *files)
 
     mixture = mixture_of(argv)[0]
     anchors = {text for part in mixture.parts.values() for text in part.data["anchor"]}
     validation = mixture.validation
-    # 260 different queries: 5 % are 13, and at least 20 are held out.
+
+    # There are 260 distinct queries, of which 5 % are 13. The minimum is 20.
     assert len(validation.relevant) == 20 and len(anchors) == 240
     assert not anchors & validation.relevant.keys()
     shared = [text for text in validation.relevant if text.startswith("both")]
     assert shared and all(len(validation.relevant[text]) == 2 for text in shared)
     assert set(validation.texts) == set().union(*validation.relevant.values())
 
-    whole = mixture_of([*argv, "--validation-percent", "0"])[0]
-    assert whole.validation is None
-    assert [len(part.data) for part in whole.parts.values()] == [150, 150]
+    complete = mixture_of([*argv, "--validation-percent", "0"])[0]
+    assert complete.validation is None
+    assert [len(part.data) for part in complete.parts.values()] == [150, 150]

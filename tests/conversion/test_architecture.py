@@ -1,7 +1,7 @@
 """Test the architecture of a converted checkpoint.
 
-Covers sizes from shapes and configuration, tied decoders and dtypes. Impossible sizes, names and
-values are refused.
+Covers sizes that are derived from shapes or read from a configuration, tied decoders, dtypes, and
+the rejection of invalid sizes, names and values.
 """
 
 import json
@@ -22,22 +22,30 @@ from neobert.conversion.architecture import derived_fields, plan
 
 
 def converted(source, tmp_path, *options):
-    """What the command makes of a checkpoint, without a tokenizer."""
+    """Convert a checkpoint without a tokenizer, and return the tensors that were written."""
     convert(source, tmp_path / "out", "--tokenizer", "none", *options)
     return load_file(tmp_path / "out" / "model.safetensors")
 
 
 @pytest.mark.parametrize("how", ["absent", "shared", "said"])
 def test_tied_decoder(tmp_path, model, tiny_config, without_proof, how):
-    state, said = dict(model.state_dict()), {}
+    """Check that a tied decoder is detected and not written.
+
+    The decoder is tied if it is absent, if it shares the memory of the embedding, or if its values
+    are equal and the configuration sets `tie_word_embeddings`.
+    """
+    state = dict(model.state_dict())
+    tying_fields = {}
     embedding = state["model.encoder.weight"]
     if how == "absent":
         del state["decoder.weight"]
     else:
         state["decoder.weight"] = embedding if how == "shared" else embedding.clone()
     if how == "said":
-        said = {"tie_word_embeddings": True}
-    written = converted(save(tmp_path / "run", state, **tiny_config, **said), tmp_path)
+        tying_fields = {"tie_word_embeddings": True}
+
+    written = converted(save(tmp_path / "run", state, **tiny_config, **tying_fields), tmp_path)
+
     assert "decoder.weight" not in written
     tied = NeoBERTForMaskedLM.from_pretrained(tmp_path / "out")
     assert tied.config.tie_word_embeddings and torch.equal(tied.decoder.weight, embedding)
@@ -45,24 +53,30 @@ def test_tied_decoder(tmp_path, model, tiny_config, without_proof, how):
 
 @pytest.mark.parametrize("intermediate_size", [96, 160, 168])
 def test_architecture_from_the_shapes(tmp_path, without_proof, caplog, intermediate_size):
-    """A size that needs no rounding is the one to choose."""
+    """Check the configuration that is derived from the tensors alone.
+
+    Several values of `intermediate_size` lead to the same shapes, because the model rounds the size
+    up. The value that needs no rounding is chosen.
+    """
     caplog.set_level("INFO", "neobert")
     sizes = {"vocab_size": 100, "hidden_size": 128, "num_hidden_layers": 2}
     config = NeoBERTConfig(num_attention_heads=2, intermediate_size=intermediate_size, **sizes)
+
     converted(save(tmp_path / "run", NeoBERTForMaskedLM(config).state_dict()), tmp_path)
     printed = caplog.text
-    read = NeoBERTConfig.from_pretrained(tmp_path / "out")
+    written_config = NeoBERTConfig.from_pretrained(tmp_path / "out")
+
     names = (*sizes, "num_attention_heads", "hidden_act", "norm_type", "ffn_inner_size")
     for field in names:
-        assert getattr(read, field) == getattr(config, field), f"{field} was not derived rightly"
-    assert int(2 * read.intermediate_size / 3) == read.ffn_inner_size
-    assert f"intermediate_size {read.intermediate_size}" in printed
+        assert getattr(written_config, field) == getattr(config, field), f"{field} is wrong"
+    assert int(2 * written_config.intermediate_size / 3) == written_config.ffn_inner_size
+    assert f"intermediate_size {written_config.intermediate_size}" in printed
     assert "published head_dim of 64" in printed
     assert "so the default: norm_eps 1e-05, max_position_embeddings 4096" in printed
 
 
 def test_published_size_is_derived():
-    """The 250M model's tensors, section 2 of the published layout."""
+    """Check the sizes that are derived from the shapes of the published 250M model."""
     shapes = {"encoder": (30522, 768), "transformer_encoder.27.ffn.w12": (4096, 768)}
     tensors = {f"model.{name}.weight": torch.empty(shapes[name], device="meta") for name in shapes}
     fields = derived_fields(tensors)
@@ -71,6 +85,7 @@ def test_published_size_is_derived():
 
 
 def test_row_0_of_learned_positions_is_padding():
+    """The maximum length is one less than the number of rows, because row 0 is for padding."""
     shapes = {"encoder": (200, 64), "positional_embedding": (129, 64)}
     shapes |= {"transformer_encoder.0.ffn.0": (96, 64)}
     tensors = {f"model.{name}.weight": torch.empty(shape) for name, shape in shapes.items()}
@@ -78,11 +93,16 @@ def test_row_0_of_learned_positions_is_padding():
 
 
 def test_heads_must_be_given_when_64_does_not_divide(tmp_path, without_proof):
+    """Check that `num_attention_heads` is required if the hidden size is no multiple of 64.
+
+    Otherwise the number of heads is derived with the published head size of 64.
+    """
     sizes = {"vocab_size": 50, "hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 96}
     model = NeoBERTModel(NeoBERTConfig(num_attention_heads=4, **sizes))
     source = save(tmp_path / "run", model.state_dict())
     with pytest.raises(UserError, match="size 48 is not a multiple of 64.*num_attention_heads: N"):
         converted(source, tmp_path)
+
     (tmp_path / "heads.json").write_text('{"num_attention_heads": 4}')
     converted(source, tmp_path, "--config", tmp_path / "heads.json")
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_attention_heads == 4
@@ -91,27 +111,34 @@ def test_heads_must_be_given_when_64_does_not_divide(tmp_path, without_proof):
 def test_a_given_configuration_replaces_the_one_beside_the_checkpoint(
     tmp_path, model, tiny_config, without_proof
 ):
-    """docs/conversion.md: the two are not merged; what `--config` leaves out comes from the shapes,
-    then from the published model."""
+    """Check that the file of `--config` is not merged with the one next to the checkpoint.
+
+    Fields that are missing in the file of `--config` are derived from the shapes, or else have the
+    values of the published model, as docs/conversion.md states.
+    """
     source = save(tmp_path / "run", model.state_dict(), **tiny_config, norm_eps=1e-3)
-    given = tmp_path / "given.json"
-    given.write_text('{"num_attention_heads": 4, "max_position_embeddings": 77}')
-    converted(source, tmp_path, "--config", given)
-    read = NeoBERTConfig.from_pretrained(tmp_path / "out")
-    assert (read.max_position_embeddings, read.norm_eps, read.hidden_size) == (77, 1e-5, 64)
+    config_path = tmp_path / "given.json"
+    config_path.write_text('{"num_attention_heads": 4, "max_position_embeddings": 77}')
+
+    converted(source, tmp_path, "--config", config_path)
+
+    config = NeoBERTConfig.from_pretrained(tmp_path / "out")
+    assert (config.max_position_embeddings, config.norm_eps, config.hidden_size) == (77, 1e-5, 64)
 
 
+# Maximum rounding error of each dtype, relative to the largest value of a tensor.
 STEPS = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
 
 
 @pytest.mark.parametrize("dtype", STEPS)
 def test_dtypes(tmp_path, checkpoint, model, without_proof, dtype):
+    """Check that `--dtype` sets the dtype of the weights and of the configuration."""
     written = converted(checkpoint, tmp_path, "--dtype", dtype)
     assert {str(value.dtype) for value in written.values()} == {f"torch.{dtype}"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     for name, value in model.state_dict().items():
         error = (written[name].float() - value).abs().max() / value.abs().max().clamp(min=1e-9)
-        assert error <= STEPS[dtype], f"{name} is off by more than the rounding of {dtype}"
+        assert error <= STEPS[dtype], f"{name} differs by more than the rounding of {dtype}"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +153,10 @@ def test_dtypes(tmp_path, checkpoint, model, without_proof, dtype):
 def test_own_dtype_is_kept_and_mixed_ones_become_float32(
     tmp_path, model, tiny_config, without_proof, capsys, bias, others, expected
 ):
+    """Without `--dtype`, a checkpoint keeps its dtype, and one with several dtypes gets float32.
+
+    float64 is converted to float32, too.
+    """
     state = {name: value.to(others) for name, value in model.state_dict().items()}
     state["decoder.bias"] = state["decoder.bias"].to(bias)
     written = converted(save(tmp_path / "run", state, **tiny_config), tmp_path)
@@ -135,14 +166,22 @@ def test_own_dtype_is_kept_and_mixed_ones_become_float32(
 
 
 # ------------------------------------------------------------------------------------------------
-# refusals
+# Rejected checkpoints
 
 
 WO = "model.transformer_encoder.1.wo.weight"
 
 
 def put(name, *shape, dtype=torch.float32, place=None, value=0.0):
-    """A change of a state dict: a tensor of zeros, or one number in the tensor that is there."""
+    """Return a function that changes a tensor of a state dict.
+
+    Args:
+        name: Name of the tensor.
+        shape: Shape of the tensor of zeros that is stored if `place` is None.
+        dtype: Dtype of the tensor of zeros.
+        place: Index in the existing tensor at which `value` is stored.
+        value: New value at `place`.
+    """
 
     def change(state):
         state[name] = torch.zeros(shape, dtype=dtype) if place is None else state[name].clone()
@@ -153,6 +192,8 @@ def put(name, *shape, dtype=torch.float32, place=None, value=0.0):
 
 
 def drop(*words):
+    """Return a function that removes all tensors whose name contains one of the words."""
+
     def change(state):
         for name in [name for name in state if any(word in name for word in words)]:
             del state[name]
@@ -161,7 +202,7 @@ def drop(*words):
 
 
 def unchanged(state):
-    pass
+    """Leave the state dict as it is."""
 
 
 @pytest.mark.parametrize(
@@ -193,13 +234,20 @@ def unchanged(state):
     ids=range(17),
 )
 def test_refused(tmp_path, model, tiny_config, change, fields, options, message):
+    """Check that a checkpoint that does not fit its configuration is rejected.
+
+    The message is short and printable, although it quotes names of an untrusted file, and nothing
+    is written.
+    """
     state = dict(model.state_dict())
     change(state)
     source = save(tmp_path / "run", state, **{**tiny_config, **fields})
-    with pytest.raises(UserError, match=message) as refusal:
+
+    with pytest.raises(UserError, match=message) as error:
         converted(source, tmp_path, *options)
-    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 2000
-    assert [path.name for path in tmp_path.iterdir()] == ["run"], "something was left behind"
+
+    assert str(error.value).isprintable() and len(str(error.value)) < 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "the output was not removed"
 
 
 @pytest.mark.parametrize(
@@ -215,17 +263,23 @@ def test_refused(tmp_path, model, tiny_config, change, fields, options, message)
     ],
 )
 def test_labels_that_cannot_be(tiny_config, fields, message):
+    """Check that invalid labels, or a wrong number of labels, raise an error."""
     config = NeoBERTConfig(**tiny_config, num_labels=3)
     with pytest.raises(UserError, match=message):
         plan(NeoBERTForSequenceClassification(config).state_dict(), {**tiny_config, **fields})
 
 
 def test_labels_in_another_order_keep_their_numbers(tiny_config):
-    """As in a JSON file whose keys are sorted as text: 0, 1, 10, 11, 2, ..."""
+    """Labels keep their ids if the keys of `id2label` are sorted as text: 0, 1, 10, 11, 2, ...
+
+    `label2id` is derived from `id2label`, and a contradicting one in the file is ignored.
+    """
     model = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=12))
     names = {number: f"label {number}" for number in sorted(map(str, range(12)))}
-    given = {"id2label": names, "label2id": {"x": 5}, "problem_type": "regression"}
-    config = plan(model.state_dict(), {**tiny_config, **given}).config
+    label_fields = {"id2label": names, "label2id": {"x": 5}, "problem_type": "regression"}
+
+    config = plan(model.state_dict(), {**tiny_config, **label_fields}).config
+
     assert config.id2label == {number: f"label {number}" for number in range(12)}
     assert config.label2id == {f"label {number}": number for number in range(12)}
     assert config.num_labels == 12 and config.problem_type == "regression"

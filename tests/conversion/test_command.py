@@ -1,7 +1,7 @@
 """Test `neobert convert` from end to end.
 
-The golden weights give the reference outputs, existing files are kept, and a failed or interrupted
-conversion leaves nothing behind.
+The golden weights must be converted to a model with the reference outputs, and a failed conversion
+must not leave any files.
 """
 
 import hashlib
@@ -21,17 +21,23 @@ from neobert.common.errors import UserError
 
 @pytest.mark.slow
 def test_the_command(tmp_path, golden, tokenizer_dir):
-    """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell
-    without the package."""
+    """Check that convert_checkpoint.py converts the golden weights to a loadable, sharded model.
+
+    PYTHONPATH is not set, as in a clone that is not installed.
+    """
     weights = load_file(golden / "neobert_tiny" / "model.safetensors")
     source = tmp_path / "run" / "model_checkpoints" / "100"
     save(source, {f"module._orig_mod.{name}": value for name, value in weights.items()})
     shutil.copyfile(golden / "neobert_tiny" / "config.json", tmp_path / "run" / "config.json")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     options = ("--tokenizer", "none", "--max-shard-size", "300KB")
+
     process = run_script("run", "out/model", *options, cwd=tmp_path, env=environment)
     assert process.returncode == 0, process.stderr
-    output, printed = tmp_path / "out" / "model", process.stdout
+    output = tmp_path / "out" / "model"
+    printed = process.stdout
+
+    # The shards contain the weights of the checkpoint.
     shards = sorted(output.glob("model-*.safetensors"))
     assert len(shards) == 3 and max(shard.stat().st_size for shard in shards) < 310_000
     index = json.loads((output / "model.safetensors.index.json").read_text())
@@ -40,20 +46,23 @@ def test_the_command(tmp_path, golden, tokenizer_dir):
     for shard in shards:
         assert hashlib.sha256(shard.read_bytes()).hexdigest() in printed
         for name, value in load_file(shard).items():
-            assert torch.equal(value, weights[name]), f"{name} changed"
+            assert torch.equal(value, weights[name]), f"{name} differs from the checkpoint"
+
+    # The report contains the sizes, the result of the verification and code to load the model.
     table = r"tensors\s+28\nparameters\s+177,928\ndtype\s+float32\nbytes\s+\d"
     assert re.search(table, printed), printed
     assert re.search(r"largest difference\s+0.0e\+00 \(largest output [1-9]", printed)
     load = 'AutoModelForMaskedLM.from_pretrained("out/model", trust_remote_code=True)'
     assert load in printed
 
+    # The outputs are those of the reference.
     expected = load_file(golden / "neobert_tiny" / "expected.safetensors")
     reloaded = NeoBERTForMaskedLM.from_pretrained(output).eval()
     with torch.no_grad():
         logits = reloaded(expected["input_ids"], expected["attention_mask"]).logits
-    real = expected["attention_mask"].bool()
-    assert (logits - expected["logits"])[real].abs().max() < 5e-5
-    assert not list(tmp_path.glob("out/.*")), "something temporary was left"
+    non_padding = expected["attention_mask"].bool()
+    assert (logits - expected["logits"])[non_padding].abs().max() < 5e-5
+    assert not list(tmp_path.glob("out/.*")), "a temporary file was not removed"
 
 
 HEADS = "masked-lm, base, sequence-classification, token-classification, question-answering"
@@ -73,12 +82,14 @@ HEADS = "masked-lm, base, sequence-classification, token-classification, questio
     ],
 )
 def test_bad_options(tmp_path, checkpoint, options, message):
+    """Check that an invalid option raises an error and nothing is written."""
     with pytest.raises(UserError, match=re.escape(message)):
         convert(checkpoint, tmp_path / "out", *options)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
+    """Check that a classifier cannot be converted with `--sentence-transformers`."""
     state = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config)).state_dict()
     source = save(tmp_path / "run", state, **tiny_config)
     with pytest.raises(UserError, match="needs a checkpoint with the head masked-lm or base, got"):

@@ -1,7 +1,7 @@
-"""Test the configuration next to a checkpoint.
+"""Test the configuration file next to a checkpoint.
 
-Covers which file is used and which fields are read. Damaged and malicious files are refused
-quickly.
+Covers the selection of the file, the fields that are read, and the rejection of damaged and
+malicious files.
 """
 
 import pytest
@@ -13,6 +13,7 @@ from neobert.conversion.locate import open_checkpoint
 
 
 def test_hydra_configuration(run):
+    """Check that the configuration of a Hydra run is found and its references are resolved."""
     path, fields = find_config(open_checkpoint(run, 9).folders)
     assert path == run / ".hydra" / "config.yaml"
     assert fields == {
@@ -22,10 +23,16 @@ def test_hydra_configuration(run):
         "vocab_size": 200,
         "max_length": 128,
     }
+    # The maximum length of the tokenizer is an alias of `max_position_embeddings`.
     assert NeoBERTConfig(num_attention_heads=4, **fields).max_position_embeddings == 128
 
 
 def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenizer(tmp_path):
+    """Check the precedence of `model` over the top level, and of the top level over `tokenizer`.
+
+    A field that is null does not take precedence. Of the tokenizer's section, only the vocabulary
+    size and the maximum length are read.
+    """
     sections = (
         "hidden_size: 16\nmax_length: 64\nmodel: {hidden_size: 32, norm_eps: "
         "null}\ntokenizer: {max_length: 128, vocab_size: 9, hidden_size: 8}"
@@ -40,6 +47,7 @@ def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenize
 
 
 def test_configurations_of_strangers_are_not_taken(run, tmp_path):
+    """A configuration in the directory above the run does not belong to the run."""
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
     assert find_config(open_checkpoint(run, 9).folders)[1]["hidden_size"] == 64
 
@@ -60,18 +68,21 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     ],
 )
 def test_bad_configurations(tmp_path, name, text, message):
+    """Check that a malformed, malicious or unrelated configuration raises an error."""
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         read_config(tmp_path / name)
 
 
 def test_config_that_is_no_file(tmp_path):
+    """Check the errors about a directory and a missing file."""
     for path in (tmp_path, tmp_path / "none.yaml"):
         with pytest.raises(UserError, match="not a file|no file"):
             read_config(path)
 
 
 def test_damaged_file_beside_a_checkpoint(tmp_path):
+    """A damaged configuration raises an error, although the configuration is optional."""
     assert find_config([tmp_path]) == (None, {})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is not valid JSON"):

@@ -1,7 +1,7 @@
 """Test the reader of DeepSpeed checkpoints.
 
-Master weights equal the files that DeepSpeed wrote (ZeRO 1 to 3), bit for bit. Files of different
-steps, stages or runs, and missing or damaged files, are refused.
+The master weights of ZeRO 1, 2 and 3 must equal those that DeepSpeed's own tool extracts, bit for
+bit. Missing and damaged files, and files of different steps, stages or runs, are rejected.
 """
 
 import argparse
@@ -21,28 +21,32 @@ from neobert.conversion.weight_files import load_torch_file
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="deepspeed is not installed, which writes these checkpoints",
+    reason="requires deepspeed, which writes the checkpoints",
 )
 
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory):
-    """ZeRO checkpoints, written by two processes."""
+    """Return a directory with ZeRO checkpoints that were written by two processes."""
     return write_distributed(tmp_path_factory.mktemp("distributed"), "deepspeed")
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_zero_master_weights(distributed, name):
-    """Two processes, two parameter groups, odd sizes, a frozen weight, a buffer; stage 2 with
-    reordered (round-robin) groups."""
+    """Check the master weights of each ZeRO stage.
+
+    The checkpoints have two parameter groups, parameters whose size is odd, a frozen weight and a
+    buffer. Stage 2 stores the parameters of a group in another order (`round_robin_gradients`).
+    """
     checkpoint = open_checkpoint(distributed / name)
     assert checkpoint.format == f"DeepSpeed ZeRO {name[-1]}, 2 shards"
     reference = load_file(distributed / f"{name}.safetensors")
     assert reference.pop("model.freqs_cis") is not None
     frozen = "model.transformer_encoder.0.wo.weight"
-    # DeepSpeed's own tool loses frozen weights of stage 1.
+    # DeepSpeed's own tool omits the frozen weights of stage 1.
     reference.setdefault(frozen, checkpoint.tensors[frozen].float())
+
     assert_same(checkpoint, reference)
     trained = [tensor for key, tensor in checkpoint.tensors.items() if key != frozen]
     assert all(tensor.dtype == torch.float32 for tensor in trained)
@@ -51,6 +55,10 @@ def test_zero_master_weights(distributed, name):
 
 @needs_deepspeed
 def test_zero_1_frozen_weight_is_the_one_of_the_model(distributed):
+    """Check the frozen weight of stage 1, for which the test above has no reference.
+
+    The weight is stored in bfloat16, because it has no master weight in the optimizer.
+    """
     frozen = "model.transformer_encoder.0.wo.weight"
     expected = load_file(distributed / "zero2.safetensors")[frozen].to(torch.bfloat16)
     assert torch.equal(open_checkpoint(distributed / "zero1").tensors[frozen], expected)
@@ -58,14 +66,20 @@ def test_zero_1_frozen_weight_is_the_one_of_the_model(distributed):
 
 @needs_deepspeed
 def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
+    """Check that DeepSpeed checkpoints are found in the directories of accelerate and Trainer.
+
+    The master weights take precedence over Trainer's model.safetensors.
+    """
     reference = load_file(distributed / "zero3.safetensors")
     reference.pop("model.freqs_cis")
     source = distributed / "zero3" / "10"
+
     shutil.copytree(source, tmp_path / "accelerate/checkpoints/checkpoint_4/pytorch_model")
     trainer = tmp_path / "trainer" / "checkpoint-10"
     shutil.copytree(source, trainer / "global_step10")
     (trainer / "latest").write_text("global_step10")
     save_file({"decoder.bias": torch.zeros(3)}, trainer / "model.safetensors")
+
     for run in ("accelerate", "trainer"):
         assert_same(open_checkpoint(tmp_path / run), reference)
 
@@ -82,6 +96,7 @@ def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
     ],
 )
 def test_missing_files(distributed, tmp_path, name, pattern, message):
+    """Check that missing optimizer shards and model states raise an error with their ranks."""
     shutil.copytree(distributed / name, tmp_path / name)
     for path in (tmp_path / name / "10").glob(pattern):
         path.unlink()
@@ -91,14 +106,20 @@ def test_missing_files(distributed, tmp_path, name, pattern, message):
 
 @pytest.fixture
 def run(distributed, tmp_path):
-    """A copy of a stage's folder whose files can be changed: `run("zero1").change("*rank_1*optim*",
-    function of the content)`."""
+    """Return a class that copies the checkpoint of a ZeRO stage and changes its files.
+
+    `run("zero1").change("*rank_1*optim*", change)` applies the function `change` to the content of
+    the first file that matches the pattern, and returns the directory of the copy.
+    """
 
     class Run:
+        """Copy of a checkpoint."""
+
         def __init__(self, name):
             self.path = shutil.copytree(distributed / name, tmp_path / name)
 
         def change(self, pattern, change):
+            """Change the content of the first file that matches the pattern."""
             path = next((self.path / "10").glob(pattern))
             data = torch.load(path, weights_only=False)
             change(data)
@@ -109,26 +130,32 @@ def run(distributed, tmp_path):
 
 
 def _optimizer(**values):
+    """Return a function that sets values in the optimizer state of a shard."""
     return lambda data: data["optimizer_state_dict"].update(values)
 
 
 def _fewer(data):
+    """Truncate the first parameter group of a ZeRO 1 shard."""
     groups = data["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     groups[0] = torch.zeros(100)
 
 
 def _later(data):
+    """Increase the step of the optimizer by one."""
     state = data["optimizer_state_dict"]
     state = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     state["state"][0]["step"] += 1
 
 
 def _longer(data):
+    """Append a value to the second parameter group of a ZeRO 3 shard."""
     groups = data["optimizer_state_dict"]["fp32_flat_groups"]
     groups[1] = torch.cat([groups[1].data, torch.zeros(1)])
 
 
-SHARD, OTHER_SHARD, MODEL = "*pp_rank_0_*optim*", "*rank_1*optim*", "*model_states*"
+SHARD = "*pp_rank_0_*optim*"
+OTHER_SHARD = "*rank_1*optim*"
+MODEL = "*model_states*"
 
 
 @needs_deepspeed
@@ -152,6 +179,10 @@ SHARD, OTHER_SHARD, MODEL = "*pp_rank_0_*optim*", "*rank_1*optim*", "*model_stat
     ids=range(8),
 )
 def test_shards_that_do_not_belong_together_or_are_damaged(run, names, pattern, change, message):
+    """Check that shards of different steps, stages or sizes are not combined.
+
+    `names` contains the ZeRO stages whose checkpoints are changed.
+    """
     for name in names:
         path = run(f"zero{name}").change(pattern, change)
         with pytest.raises(UserError, match=message):
@@ -160,32 +191,44 @@ def test_shards_that_do_not_belong_together_or_are_damaged(run, names, pattern, 
 
 @needs_deepspeed
 def test_padding_between_the_parameters(distributed, run):
-    """Some optimizers align every parameter: the padding is in the flat group behind each."""
-    run, padding, halves = run("zero1"), 6, []
+    """Check that padding between the parameters of a flat group is skipped.
+
+    Some optimizers align every parameter and store padding after each of them. The shards of a
+    checkpoint without padding are rewritten with it.
+    """
+    run = run("zero1")
+    padding = 6
+    halves = []
 
     def content(pattern):
+        """Return the content of the first file that matches the pattern."""
         return torch.load(next((run.path / "10").glob(pattern)), weights_only=False)
 
     shapes = content(MODEL)["param_shapes"]
     ranks = [f"*rank_{rank}_mp*optim*" for rank in range(2)]
     name = "single_partition_of_fp32_groups"
     shards = [content(rank)["optimizer_state_dict"][name] for rank in ranks]
+
+    # Insert padding after every parameter, and split each group between the two ranks.
     for number, group in enumerate(shapes):
         sizes = [shape.numel() for shape in group.values()]
         flat = torch.cat([shard[number].data for shard in shards])
-        pieces = flat[: sum(sizes)].split(sizes)
-        aligned = [x for piece in pieces for x in (piece, torch.full((padding,), 9.0))]
+        parameters = flat[: sum(sizes)].split(sizes)
+        aligned = [x for parameter in parameters for x in (parameter, torch.full((padding,), 9.0))]
         aligned = torch.cat(aligned)
         halves.append(torch.cat([aligned, torch.zeros(len(aligned) % 2)]).chunk(2))
+
     paddings = [[padding] * len(group) for group in shapes]
     for rank, pattern in enumerate(ranks):
         groups = {name: [half[rank].clone() for half in halves]}
         run.change(pattern, _optimizer(param_alignment_paddings=paddings, **groups))
+
     assert_same(open_checkpoint(run.path), open_checkpoint(distributed / "zero1").tensors)
 
 
 @needs_deepspeed
 def test_a_parameter_under_two_names_is_one_tensor(run):
+    """Check that an alias in `shared_params` refers to the tensor of the original name."""
     shared = {"decoder.second": "model.encoder.weight"}
     path = run("zero1").change(MODEL, lambda data: data.update(shared_params=shared))
     tensors = open_checkpoint(path).tensors
@@ -194,8 +237,10 @@ def test_a_parameter_under_two_names_is_one_tensor(run):
 
 @needs_deepspeed
 def test_two_files_of_one_rank_and_tensor_parallelism(run):
+    """Check that two files of one rank, and files of tensor parallelism, are rejected."""
     folder = run("zero1").path / "10"
-    shard, states = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+    shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    states = "mp_rank_00_model_states.pt"
     for name, copy, message in (
         (f"bf16_{shard}", shard, "must have one file of each rank, got .* of rank 1"),
         (states, states.replace("00", "01"), r"tensor parallelism \(mp_rank_01_model_states.pt\)"),
@@ -207,13 +252,16 @@ def test_two_files_of_one_rank_and_tensor_parallelism(run):
 
 
 class _Member:
-    """As Python before 3.11.4 pickles a member of an enum."""
+    """Object that is pickled like an enum member in Python before 3.11.4."""
 
     def __reduce__(self):
         return getattr, (argparse.Namespace, "gradients")
 
 
 def test_a_stage_saved_by_an_older_python(tmp_path):
-    """And `getattr` is not called: the class has no such attribute."""
+    """Check that the ZeRO stage is read from a pickled call of `getattr`, without the call.
+
+    The call would fail, because the class in the pickle has no attribute `gradients`.
+    """
     torch.save({"zero_stage": _Member()}, tmp_path / "shard.pt")
     assert _plain(load_torch_file(tmp_path / "shard.pt")["zero_stage"]) == 2

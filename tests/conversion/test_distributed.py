@@ -1,7 +1,7 @@
 """Test the reader of torch.distributed.checkpoint folders.
 
-Every tensor equals what FSDP2 wrote, bit for bit. Missing, duplicate or overlapping parts, and
-parts outside of the folder or of another shape, are refused.
+Every tensor must equal the one that FSDP2 saved, bit for bit. Missing, truncated and damaged parts,
+and parts outside of the folder, are rejected.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from neobert.conversion.locate import open_checkpoint
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory):
-    """FSDP checkpoints, written by two processes."""
+    """Return a directory with FSDP checkpoints that were written by two processes."""
     return write_distributed(tmp_path_factory.mktemp("distributed"), "fsdp")
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_all"])
 def test_fsdp(distributed, name):
+    """Check that the parts of two processes are assembled to the original tensors."""
     checkpoint = open_checkpoint(distributed / name)
     assert len(list(checkpoint.path.rglob("*.distcp"))) == 2
     assert_same(checkpoint, load_file(distributed / "fsdp.safetensors"))
@@ -33,14 +34,17 @@ def test_fsdp(distributed, name):
 
 @pytest.mark.parametrize("part", ["__0_0.distcp", "__1_0.distcp"])
 def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
+    """Check that a truncated or missing file of a process, and truncated metadata, are detected."""
     shutil.copytree(distributed / "fsdp_all", tmp_path / "cut")
     path = tmp_path / "cut" / part
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(UserError, match="cut cannot be read: it is truncated"):
         open_checkpoint(tmp_path / "cut")
+
     path.unlink()
     with pytest.raises(UserError, match=f"{part} is missing"):
         open_checkpoint(tmp_path / "cut")
+
     (tmp_path / "cut" / ".metadata").write_bytes(
         (distributed / "fsdp_all" / ".metadata").read_bytes()[:500]
     )
@@ -48,12 +52,13 @@ def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
         open_checkpoint(tmp_path / "cut")
 
 
+# A tensor that is saved in two parts.
 NAME = "model.model.transformer_encoder.0.qkv.weight"
 
 
 @pytest.fixture
 def change(distributed, tmp_path):
-    """Copies a folder and changes its metadata; returns the folder."""
+    """Return a function that copies a checkpoint, edits its metadata and returns its directory."""
 
     def changed(edit):
         run = shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
@@ -66,12 +71,15 @@ def change(distributed, tmp_path):
 
 
 def _entry(metadata):
+    """Return the metadata of the tensor `NAME`."""
     entry = metadata.state_dict_metadata[NAME]
-    assert len(entry.chunks) == 2, "not in parts, so this test would be vacuous"
+    assert len(entry.chunks) == 2, "the tensor must have two parts, or the test has no effect"
     return entry
 
 
 def _placed(**values):
+    """Return a function that changes where the metadata locates a part of the tensor `NAME`."""
+
     def edit(metadata):
         index = next(index for index in metadata.storage_data if index.fqn == NAME)
         metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], **values)
@@ -94,19 +102,21 @@ def _placed(**values):
     ids=range(5),
 )
 def test_damaged_metadata(change, edit, message):
+    """Check that metadata with missing parts or wrong locations of parts is rejected."""
     run = change(edit)
     with pytest.raises(UserError, match=message):
         open_checkpoint(run)
 
 
 def test_the_unchanged_metadata_is_read(change, distributed):
-    """Guards the test above against being vacuous."""
+    """Check that unchanged metadata is valid, so that the edits above cause the errors."""
     assert_same(
         open_checkpoint(change(lambda metadata: None)), load_file(distributed / "fsdp.safetensors")
     )
 
 
 def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
+    """Check that a single flipped bit in the values of a part is detected by its checksum."""
     run = shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
     weight = load_file(distributed / "fsdp.safetensors")[NAME.removeprefix("model.")]
     data = bytearray((run / "__0_0.distcp").read_bytes())
@@ -117,11 +127,12 @@ def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
 
 
 def test_whole_tensors_of_one_process(tmp_path):
+    """Check that unsharded tensors are read, and the optimizer and schedulers are omitted."""
     state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
     rates = {name: {"rate": torch.ones(1)} for name in ("lr_scheduler", "scheduler")}
-    beside = {"optim": {"m": torch.ones(3)}, **rates}
-    dcp.save(state | beside, checkpoint_id=str(tmp_path / "run"))
-    found = open_checkpoint(tmp_path / "run").tensors
-    assert sorted(found) == ["model.encoder.weight", "model.scalar"]
-    assert torch.equal(found["model.encoder.weight"], state["model"]["encoder.weight"])
-    assert found["model.scalar"].item() == 2
+    training_state = {"optim": {"m": torch.ones(3)}, **rates}
+    dcp.save(state | training_state, checkpoint_id=str(tmp_path / "run"))
+    tensors = open_checkpoint(tmp_path / "run").tensors
+    assert sorted(tensors) == ["model.encoder.weight", "model.scalar"]
+    assert torch.equal(tensors["model.encoder.weight"], state["model"]["encoder.weight"])
+    assert tensors["model.scalar"].item() == 2

@@ -1,6 +1,7 @@
 """Test the table of heads.
 
-Every head of the model is in the table, is recognized by its tensors, is converted and is verified.
+Every head of the package must be in the table. Heads are recognized by their tensors, converted and
+verified.
 """
 
 import json
@@ -29,32 +30,40 @@ def test_the_table_has_every_head_of_the_model():
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_prefixes_are_those_of_the_model(head, tiny_config):
+    """Check the prefixes of each head against the names of the tensors in its model class."""
     with torch.device("meta"):
         names = head.model_class(NeoBERTConfig(**tiny_config)).state_dict()
-    own = {name for name in names if not name.startswith(head.backbone)} if head.backbone else set()
-    assert {name.partition(".")[0] + "." for name in own} == set(head.prefixes)
-    backbone = [name for name in names if name not in own]
+    head_names = (
+        {name for name in names if not name.startswith(head.backbone)} if head.backbone else set()
+    )
+    assert {name.partition(".")[0] + "." for name in head_names} == set(head.prefixes)
+    backbone = [name for name in names if name not in head_names]
     assert len(backbone) == 20 and not any(name.startswith(HEAD_PREFIXES) for name in backbone)
 
 
-# Numbers that are compared for two sequences of 32 tokens, the second with 10 of padding. The other
-# heads are proved in test_verify.py and test_command.py.
-PROVED = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multiple-choice": 2}
+# Number of outputs that are compared, by head. The inputs are two sequences of 32 tokens, of which
+# the second has 10 padding tokens. test_verify.py and test_command.py verify the other heads.
+NUM_OUTPUTS = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multiple-choice": 2}
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
-    """Found by its tensors (multiple choice, which has those of a sequence classifier, by the
-    configuration); reloaded and compared."""
-    proofs, original = [], verify.verify
+    """Check that each head is recognized, converted with its weights, and verified.
 
-    def proved(folder, conversion, expected, scratch):
-        if head.option in PROVED:
+    Multiple choice has the tensors of sequence classification, and is recognized by the
+    configuration.
+    """
+    verified_outputs = []
+    original = verify.verify
+
+    def record_outputs(folder, conversion, expected, scratch):
+        if head.option in NUM_OUTPUTS:
             expected = original(folder, conversion, expected, scratch)
-        proofs.append(expected)
+        verified_outputs.append(expected)
         return expected
 
-    monkeypatch.setattr(verify, "verify", proved)
+    monkeypatch.setattr(verify, "verify", record_outputs)
+
     labels = {}
     if head.has_labels:
         labels = {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
@@ -62,13 +71,19 @@ def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
     fields = {**tiny_config, **labels, "architectures": head.architectures}
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     source = save(tmp_path / "run", state, **fields)
+
     assert convert(source, tmp_path / "out", "--tokenizer", "none") == 0
+
     assert f"{head.auto_class}.from_pretrained" in capsys.readouterr().out
-    (proof,) = proofs
-    assert proof.numel() == PROVED.get(head.option, proof.numel()) and proof.abs().max() > 0
+    (outputs,) = verified_outputs
+    assert (
+        outputs.numel() == NUM_OUTPUTS.get(head.option, outputs.numel()) and outputs.abs().max() > 0
+    )
+
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in written.items())
+
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == head.architectures and config["auto_map"] == AUTO_MAP
     assert ("id2label" in config and config["id2label"]["2"] == "z") == head.has_labels
@@ -76,6 +91,7 @@ def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
 
 
 def names(*prefixes):
+    """Return the names of the embedding and of one weight per prefix."""
     return ["model.encoder.weight", *(f"{prefix}weight" for prefix in prefixes)]
 
 
@@ -94,6 +110,11 @@ def names(*prefixes):
 def test_the_tensors_decide_and_the_configuration_where_they_cannot(
     prefixes, architectures, option
 ):
+    """Check the head that is chosen from tensors and `architectures`.
+
+    A contradicting `architectures` is ignored. The field decides only between heads with the same
+    tensors.
+    """
     head, others = choose_head(names(*prefixes), None, architectures)
     assert head.option == option and others == []
 
@@ -102,6 +123,7 @@ def test_the_tensors_decide_and_the_configuration_where_they_cannot(
     "prefixes", [("dense.",), ("decoder.", "qa_outputs."), ("classifier.", "qa_outputs.")]
 )
 def test_tensors_of_no_head_or_several(prefixes):
+    """Ambiguous tensors require `--head`. Tensors of other heads are then returned as unused."""
     with pytest.raises(UserError, match=r"tensors of one head, got .*\. Choose --head"):
         choose_head(names(*prefixes))
     head, others = choose_head(names(*prefixes), "base")
@@ -109,6 +131,7 @@ def test_tensors_of_no_head_or_several(prefixes):
 
 
 def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, caplog):
+    """Check that `--head base` omits the decoder and logs the omitted tensors."""
     caplog.set_level("INFO", "neobert")
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--head", "base")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -117,16 +140,19 @@ def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, ca
 
 
 def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, without_proof):
+    """Check that a checkpoint with a classifier and a decoder requires `--head`."""
     classifier = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=5))
     state = {**model.state_dict(), **classifier.state_dict()}
     source = save(tmp_path / "run", state, **tiny_config)
-    words = r"of one head, got decoder\.\*, dense\.\*, classifier\.\*\. Choose --head"
-    with pytest.raises(UserError, match=words):
+
+    message = r"of one head, got decoder\.\*, dense\.\*, classifier\.\*\. Choose --head"
+    with pytest.raises(UserError, match=message):
         convert(source, tmp_path / "out", "--tokenizer", "none")
+
     convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "sequence-classification")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == classifier.state_dict().keys()
-    # The labels follow from the classifier's rows.
+    # The number of labels is derived from the rows of the classifier.
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5
 
 

@@ -1,6 +1,7 @@
-"""Test how the step, the format and the tensor names of a checkpoint are detected.
+"""Test the detection of a checkpoint's step, format and tensor names.
 
-Covers steps by number or `latest`, folders of accelerate and Trainer, and prefixes of wrappers.
+Covers steps by number and by the file `latest`, the directories of accelerate and Trainer, and the
+prefixes of wrappers such as DDP and torch.compile.
 """
 
 import pytest
@@ -13,6 +14,7 @@ from neobert.conversion.locate import find_step, open_checkpoint
 
 
 def saved(folder, state):
+    """Save a state dict in a directory, and return the opened checkpoint."""
     torch.save(dict(state), folder / "state_dict.pt")
     return open_checkpoint(folder)
 
@@ -22,11 +24,13 @@ WRAPPERS = "", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.m
 
 @pytest.mark.parametrize("prefix", WRAPPERS)
 def test_prefixes_of_wrappers_come_off(tmp_path, model, prefix):
+    """Check that the prefixes of DDP and torch.compile are removed from the names."""
     state = model.state_dict()
     assert_same(saved(tmp_path, {prefix + name: state[name] for name in state}), state)
 
 
 def test_compiled_blocks_inside_the_model(tmp_path, model):
+    """Check that the prefix of a compiled layer is removed within a name."""
     state = model.state_dict()
     renamed = {name.replace("encoder.0.", "encoder.0._orig_mod."): state[name] for name in state}
     assert any("_orig_mod" in name for name in renamed)
@@ -34,7 +38,7 @@ def test_compiled_blocks_inside_the_model(tmp_path, model):
 
 
 def test_bare_backbone_gets_its_prefix(tmp_path, model):
-    """Beside a classifier, whose names stay as they are."""
+    """Check that `model.` is added to the names of a backbone, but not to those of a head."""
     state = model.model.state_dict()
     expected = {f"model.{name}": state[name] for name in state}
     heads = {"qa_outputs.weight": torch.ones(2, 64), "classifier.bias": torch.ones(2)}
@@ -43,6 +47,7 @@ def test_bare_backbone_gets_its_prefix(tmp_path, model):
 
 
 def test_computed_tables_of_old_code_are_not_weights(tmp_path, model):
+    """Check that buffers with computed tables, which older code saved, are omitted."""
     computed = {
         "model.freqs_cis": torch.zeros(4, dtype=torch.complex64),
         "model.rope.inv_freq": torch.zeros(4),
@@ -53,6 +58,7 @@ def test_computed_tables_of_old_code_are_not_weights(tmp_path, model):
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_accelerate_save_state(tmp_path, model, safe):
+    """Check that a checkpoint of accelerate is found below the directory of the project."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     engine = accelerate.Accelerator(cpu=True, project_dir=str(tmp_path))
@@ -64,6 +70,7 @@ def test_accelerate_save_state(tmp_path, model, safe):
 
 
 def test_trainer_checkpoint(tmp_path, model):
+    """Check that the latest checkpoint of Trainer is found with its configuration."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -77,9 +84,11 @@ def test_trainer_checkpoint(tmp_path, model):
         use_cpu=True,
         disable_tqdm=True,
     )
+
     Trainer(model, arguments, train_dataset=data).train()
+
     checkpoint = open_checkpoint(tmp_path / "run")
-    assert checkpoint.path.name == "checkpoint-2", "the latest step was not chosen"
+    assert checkpoint.path.name == "checkpoint-2", "the latest step was not selected"
     assert_same(checkpoint, model.state_dict())
     assert find_config(checkpoint.folders)[0].name == "config.json"
 
@@ -91,18 +100,22 @@ def test_no_checkpoint(tmp_path):
 
 
 def value(path, step=None):
+    """Return the weight of a checkpoint of the fixture `run`, which is the number of the step."""
     return open_checkpoint(path, step).tensors["model.encoder.weight"].item()
 
 
 def test_steps(run):
-    assert value(run) == 10, "without a file `latest` the highest number counts, as a number"
+    """Check that a run is opened at a step, at the step in `latest`, or at the highest one."""
+    assert value(run) == 10, "without the file `latest`, the highest step must be selected"
     assert value(run, 2) == 2
     assert value(run / "model_checkpoints") == 10
     assert value(run / "model_checkpoints" / "9") == 9
     assert value(run / "model_checkpoints" / "9", 9) == 9
+
     (run / "model_checkpoints" / "latest").write_text("9\n")
     assert value(run) == 9, "`latest` was not followed"
     assert value(run, 10) == 10
+
     with pytest.raises(UserError, match="must be one of 2, 9, 10 in .*, got 3"):
         find_step(run, 3)
     (run / "model_checkpoints" / "latest").write_text("11")
@@ -114,7 +127,10 @@ def test_steps(run):
 
 
 def test_a_step_in_the_folder_of_a_step(run):
-    """The folder of a step is that step; with --step, a step inside of it comes first."""
+    """Check the selection between a step and the steps inside its directory.
+
+    Without `--step`, the directory itself is read. With `--step`, a step inside takes precedence.
+    """
     folder = run / "model_checkpoints" / "9"
     for inner, number in (("global_step9", 90), ("global_step3", 30)):
         (folder / inner).mkdir()
@@ -126,6 +142,7 @@ def test_a_step_in_the_folder_of_a_step(run):
 
 @pytest.mark.parametrize("content", ["..", "9/../..", "/etc", ""])
 def test_a_pointer_elsewhere_is_not_followed(run, content):
+    """Check that the file `latest` cannot refer to a path outside its directory."""
     torch.save({"encoder.weight": torch.full((1,), -1.0)}, run / "state_dict.pt")
     (run / "model_checkpoints" / "latest").write_text(content)
     with pytest.raises(UserError, match="the name of a directory beside it"):

@@ -1,6 +1,6 @@
-"""Test that `python convert_checkpoint.py` and `neobert convert` are one command.
+"""Test that `python convert_checkpoint.py` and `neobert convert` are the same command.
 
-Messages, exit codes and the optional traceback are the same. Ctrl-C prints one line, also while
+Both have the same messages, exit codes and optional traceback. Ctrl-C prints one line, even while
 libraries are imported.
 """
 
@@ -20,19 +20,24 @@ from neobert.conversion.command import main as convert
 
 
 def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeypatch):
-    """Also of a checkpoint whose name has characters that a terminal would obey."""
+    """An error is one line, and NEOBERT_DEBUG=1 prints the traceback before it.
+
+    Control characters in the name of the checkpoint are escaped.
+    """
     monkeypatch.delenv("NEOBERT_DEBUG", raising=False)
     (tmp_path / "run\x1b[2J").mkdir()
     (tmp_path / "run\x1b[2J" / "model.safetensors").write_bytes(b"cut")
     arguments = ["convert", str(tmp_path / "run\x1b[2J"), str(tmp_path / "out")]
+
     assert main(arguments) == 2
-    sentence = capsys.readouterr().err
-    words = r"neobert convert: .*run\\x1b\[2J/model.safetensors cannot be read: it is trunc.*\n"
-    assert re.fullmatch(words, sentence), sentence
+    message = capsys.readouterr().err
+    pattern = r"neobert convert: .*run\\x1b\[2J/model.safetensors cannot be read: it is trunc.*\n"
+    assert re.fullmatch(pattern, message), message
+
     monkeypatch.setenv("NEOBERT_DEBUG", "1")
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback (most recent call last)") and said.endswith(sentence)
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback (most recent call last)") and error.endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,10 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeyp
     ],
 )
 def test_both_say_the_same(capsys, arguments, output):
-    """The script's own way is taken in this process, but for the import of the package."""
+    """Check that both print the same message, each with its own name.
+
+    The script is not started. Its function runs in this process instead, which is faster.
+    """
     script = "convert_checkpoint.py"
     assert main(["convert", *arguments]) == 2
     assert capsys.readouterr().err == output.replace("PROG", "neobert convert")
@@ -55,15 +63,18 @@ def test_both_say_the_same(capsys, arguments, output):
     assert capsys.readouterr().err == output.replace("PROG", script)
 
 
-@pytest.mark.skipif("not sys.platform.startswith('linux')", reason="looks into /proc")
+@pytest.mark.skipif("not sys.platform.startswith('linux')", reason="requires /proc")
 def test_ctrl_c_during_the_imports(tmp_path):
+    """Check that SIGINT during the import of torch prints one line and no traceback."""
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), "a", "b"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    until = time.monotonic() + 60
+    # The process has mapped libc10 as soon as it imports torch.
+    deadline = time.monotonic() + 60
     while "libc10" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert process.poll() is None and time.monotonic() < until, "it never came to import torch"
+        assert process.poll() is None and time.monotonic() < deadline, "torch was not imported"
         time.sleep(0.005)
+
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (

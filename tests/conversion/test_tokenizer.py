@@ -1,7 +1,7 @@
 """Test the tokenizer of a converted folder.
 
-Text is tokenized as by the source, the size fits the embeddings, and no code that the files name is
-run or copied.
+The written tokenizer must return the same ids as its source, its size must fit the embedding, and
+code that the files refer to must be neither executed nor copied.
 """
 
 import json
@@ -20,7 +20,7 @@ from neobert.conversion.tokenizer import check_rows, find_tokenizer, write_token
 
 @pytest.fixture
 def small(tmp_path):
-    """A tokenizer of 24 tokens in a folder, with all files that BERT's has."""
+    """Return the directory of a tokenizer with 24 tokens and the files of BERT's tokenizer."""
     folder = tmp_path / "small"
     folder.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqr", "nest"]
@@ -36,8 +36,10 @@ def small(tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a tokenizer anew; the value is a function of its folder that returns the new
-    folder."""
+    """Return a function that writes the tokenizer of a directory to another one.
+
+    The function returns the new directory.
+    """
 
     def written(source, rows=24, length=128):
         target = tmp_path / "target"
@@ -50,15 +52,17 @@ def write(tmp_path):
 
 
 def change(folder, **settings):
+    """Change settings in the tokenizer_config.json of a directory."""
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 # ------------------------------------------------------------------------------------------------
-# which, and fits
+# Selection and vocabulary size
 
 
 def test_which_tokenizer(tmp_path, tokenizer_dir):
+    """Check that `--tokenizer`, the checkpoint and the bundled tokenizer are used in this order."""
     shutil.copytree(tokenizer_dir, tmp_path / "run")
     assert find_tokenizer(None, [tmp_path / "run" / "none", tmp_path / "run"]) == tmp_path / "run"
     assert find_tokenizer(None, [tmp_path]) == TOKENIZER
@@ -71,7 +75,10 @@ def test_which_tokenizer(tmp_path, tokenizer_dir):
 
 @pytest.mark.parametrize("rows", [30522, 30528, 30592, 30720, 30521, 30523, 31000])
 def test_vocabulary_rows_against_the_tokenizer(rows):
-    """Exactly 30,522, or rounded up to a multiple of 8 ... 512."""
+    """The embedding has 30,522 rows, or this number rounded up to a multiple of 8, 16, ... 512.
+
+    Other numbers of rows raise an error.
+    """
     if rows in (30522, 30528, 30592, 30720):
         check_rows(30522, rows, "it")
         return
@@ -84,6 +91,7 @@ def test_vocabulary_rows_against_the_tokenizer(rows):
     "files", [("tokenizer.json",), ("vocab.txt",), ("tokenizer.json", "tokenizer_config.json")]
 )
 def test_parts_of_a_tokenizer_are_enough(small, write, files):
+    """Check that a tokenizer is loaded if only some of its files exist."""
     for path in list(small.iterdir()):
         if path.name not in files:
             path.unlink()
@@ -92,27 +100,34 @@ def test_parts_of_a_tokenizer_are_enough(small, write, files):
 
 
 def test_ids_with_gaps_stay(small, write):
-    """A vocab.txt counts lines, so that it would give the tokens above a gap other ids; rows are as
-    many as the highest id asks for."""
+    """Check that a tokenizer whose ids have gaps keeps them, and is written without a vocab.txt.
+
+    The id of a token in vocab.txt is the number of its line, so the file would change the ids above
+    a gap. The number of rows that the embedding needs follows from the largest id.
+    """
     backend = json.loads((small / "tokenizer.json").read_text())
     backend["model"]["vocab"]["nest"] = 30
     (small / "tokenizer.json").write_text(json.dumps(backend))
     (small / "vocab.txt").unlink()
+
     target = write(small, rows=31)
+
     written, source = (AutoTokenizer.from_pretrained(folder) for folder in (target, small))
     assert written("nest a").input_ids == source("nest a").input_ids
     assert written.convert_tokens_to_ids("nest") == 30 and not (target / "vocab.txt").exists()
+
     with pytest.raises(UserError, match="has 31 tokens"):
         write(small, rows=24)
 
 
 def test_a_tokenizer_of_another_kind(tmp_path, write):
-    """Byte-level BPE with a vocabulary of 300 tokens: neither vocab.txt nor BERT's class."""
+    """Check that a byte-level BPE tokenizer is written without a vocab.txt and BERT's class."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<pad>", "<mask>"], initial_alphabet=alphabet
@@ -122,24 +137,31 @@ def test_a_tokenizer_of_another_kind(tmp_path, write):
         tokenizer_object=backend, pad_token="<pad>", mask_token="<mask>", padding_side="left"
     )
     loaded.save_pretrained(tmp_path / "bpe")
+
+    # The number of tokens is rounded up to a multiple of 8.
     target = write(tmp_path / "bpe", rows=-(-len(loaded) // 8) * 8)
     written = AutoTokenizer.from_pretrained(target)
+
     text = "the owl <mask> caf\u00e9"
     assert written(text)["input_ids"] == loaded(text)["input_ids"]
     assert written.mask_token == "<mask>" and written.padding_side == "left"
     assert not (target / "vocab.txt").exists() and written.model_max_length == 128
-    # transformers 4 would leave it out
+    # transformers 4 omits this setting when it saves a tokenizer.
     assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
 # ------------------------------------------------------------------------------------------------
-# files of any content
+# Untrusted files
 
 
 def test_no_code_or_path_of_a_tokenizer_comes_along(
     tmp_path, tiny_config, tokenizer_dir, without_proof
 ):
-    """auto_map would run OTHER/REPO's code at loading."""
+    """Check that code, paths and chat templates of the source are not copied.
+
+    With `auto_map`, transformers would run the code of another repository when it loads the
+    tokenizer.
+    """
     fields = {**tiny_config, "vocab_size": 30522}
     run = save(tmp_path / "run", NeoBERTForMaskedLM(NeoBERTConfig(**fields)).state_dict(), **fields)
     for path in tokenizer_dir.iterdir():
@@ -148,13 +170,19 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(
     change(run, custom={"nested": "/home/me"}, chat_template="{{ x }}", model_max_length=None)
     (run / "file.py").write_text("raise SystemExit('ran')")
     (run / "chat_template.jinja").write_text("/home/me")
+
     assert convert(run, tmp_path / "out") == 0
+
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     expected = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
     assert written == {**expected, "model_max_length": 128}
     for name in ("tokenizer.json", "vocab.txt", "special_tokens_map.json"):
-        ours, theirs = ((folder / name).read_text() for folder in (tmp_path / "out", tokenizer_dir))
-        assert ours == theirs or json.loads(ours) == json.loads(theirs), name
+        written_text, source_text = (
+            (folder / name).read_text() for folder in (tmp_path / "out", tokenizer_dir)
+        )
+        assert written_text == source_text or json.loads(written_text) == json.loads(source_text), (
+            f"{name} differs from the source"
+        )
     for path in (tmp_path / "out").iterdir():
         assert path.suffix == ".safetensors" or "home/me" not in path.read_text()
         assert path.name not in ("file.py", "chat_template.jinja")
@@ -170,6 +198,7 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(
     ],
 )
 def test_settings_of_any_type(small, write, settings, is_read):
+    """Check that settings of an unexpected type are accepted or raise a `UserError`."""
     change(small, **settings)
     if not is_read:
         with pytest.raises(UserError, match=f"the tokenizer in {small} cannot be loaded: "):
@@ -188,20 +217,22 @@ def test_settings_of_any_type(small, write, settings, is_read):
     ],
 )
 def test_damaged_files(small, write, name, content, message):
+    """Check that a damaged file raises an error with a short and printable message."""
     (small / name).write_text(content)
-    with pytest.raises(UserError, match=message) as refusal:
+    with pytest.raises(UserError, match=message) as error:
         write(small)
-    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
 def test_the_proof_catches_another_tokenizer(tokenizer_dir, write, monkeypatch):
-    written = tokenizer._write
+    """Check that a written tokenizer that splits text differently than its source is detected."""
+    original = tokenizer._write
 
-    def spoiled(loaded, target, max_length):
-        written(loaded, target, max_length)
+    def write_cased(loaded, target, max_length):
+        original(loaded, target, max_length)
         path = target / "tokenizer_config.json"
         path.write_text(path.read_text().replace('"do_lower_case": true', '"do_lower_case": false'))
 
-    monkeypatch.setattr(tokenizer, "_write", spoiled)
+    monkeypatch.setattr(tokenizer, "_write", write_cased)
     with pytest.raises(UserError, match="splits text differently"):
         write(tokenizer_dir, rows=30522)

@@ -1,7 +1,7 @@
 """Test the verification of a conversion.
 
-The folder is loaded in a new process, and its outputs must equal those of the source. A folder that
-differs or does not load is removed.
+The converted folder is loaded in a new process, and its outputs must equal those of the source. A
+folder that does not load or has other outputs is removed.
 """
 
 import json
@@ -23,18 +23,21 @@ from neobert.conversion.architecture import plan
     [lambda x: x * float("nan"), lambda x: x[..., :-1], lambda x: x[:, :-1], lambda x: x + 1e-3],
 )
 def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, monkeypatch, spoil):
+    """Check that NaN, missing outputs and a difference of 0.001 are detected."""
     conversion = plan(model.state_dict(), tiny_config)
     logits = model(**verify.random_inputs(conversion)).logits.detach()
 
-    def reload(folder, auto_class, given, answered, scratch):
-        save_file({"logits": answer(logits).contiguous()}, answered)
+    def reload(folder, auto_class, inputs, outputs, scratch):
+        save_file({"logits": transform(logits).contiguous()}, outputs)
 
     monkeypatch.setattr(verify, "_reload", reload)
     expected = verify.source_outputs(conversion, conversion.tensors)
-    answer = torch.clone
-    found = verify.verify(tmp_path, conversion, expected, tmp_path)
-    assert torch.allclose(found, expected, atol=1e-5)
-    answer = spoil
+
+    transform = torch.clone
+    verified_outputs = verify.verify(tmp_path, conversion, expected, tmp_path)
+    assert torch.allclose(verified_outputs, expected, atol=1e-5)
+
+    transform = spoil
     with pytest.raises(
         UserError,
         match="folder differ from those of the source by .* was discarded",
@@ -47,8 +50,11 @@ def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, 
     [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")],
 )
 def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, caplog, head, auto):
-    """Ablation M0 (learned positions, LayerNorm, GELU): all from the shapes but the number of
-    heads, whose size is not 64 here."""
+    """Check the conversion and verification of ablation M0 in bfloat16.
+
+    The model has learned positions, LayerNorm and GELU, which are derived from the tensors. The
+    number of heads is set by `--config`, because the heads do not have the size 64.
+    """
     folder = golden / "ablation_m0"
     state = load_file(folder / "model.safetensors")
     state = {name: value for name, value in state.items() if name.startswith("model.")}
@@ -58,54 +64,62 @@ def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, caplog, he
         state |= load_file(folder / "sequence_classification_head.safetensors")
     (tmp_path / "heads.yaml").write_text("num_attention_heads: 4\n")
     source = save(tmp_path / "run", state)
+
     caplog.set_level("INFO", "neobert")
     options = ("--tokenizer", "none", "--dtype", "bfloat16", "--config", tmp_path / "heads.yaml")
     assert convert(source, tmp_path / "out", *options) == 0
+
     printed = capsys.readouterr().out
     derived = ("position_embedding_type learned", "norm_type layer", "hidden_act gelu")
     assert all(words in caplog.text for words in derived)
     assert f"{auto}.from_pretrained" in printed
     rounding = float(re.search(r"with rounding\s+(\S+)", printed).group(1))
-    assert 1e-4 < rounding < 1, "bfloat16 should differ from float32 by its rounding"
+    assert 1e-4 < rounding < 1, "bfloat16 must differ from float32 by its rounding"
     assert re.search(r"largest difference\s+0.0e\+00", printed)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and config["max_position_embeddings"] == 64
+
     expected = load_file(folder / "expected.safetensors")
     model_class = NeoBERTModel if head == "base" else NeoBERTForSequenceClassification
     model = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         if head == "base":
             output = model(expected["unpadded_input_ids"]).last_hidden_state
-            wanted = expected["unpadded_last_hidden_state"]
+            expected_output = expected["unpadded_last_hidden_state"]
         else:
             output = model(expected["input_ids"], expected["attention_mask"]).logits
-            wanted = expected["sequence_classification_logits"]
-    # Within bfloat16's rounding.
-    assert (output - wanted).abs().max() < 0.05 * wanted.abs().max()
+            expected_output = expected["sequence_classification_logits"]
+    # The tolerance is larger than the rounding of bfloat16.
+    assert (output - expected_output).abs().max() < 0.05 * expected_output.abs().max()
 
 
 def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
-    """One weight written wrongly, and a code file that does not import: the folder is not kept."""
+    """Check that a folder with a wrong weight, or with code that fails to import, is removed."""
     original = hub_folder.write_weights
     name = "model.transformer_encoder.1.wo.weight"
 
     def spoiled(folder, state, size):
         return original(folder, {**state, name: state[name] * 1.01}, size)
 
+    # The first folder has one wrong weight.
     monkeypatch.setattr(hub_folder, "write_weights", spoiled)
     with pytest.raises(UserError, match="differ from those of the source"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
 
-    def without_code(folder, *rest):
+    def without_code(folder, *arguments):
         (folder / "modeling_neobert.py").write_text("import nothing_at_all\n")
-        return original(folder, *rest)
+        return original(folder, *arguments)
 
+    # The code of the second folder imports a missing module.
     monkeypatch.setattr(hub_folder, "write_weights", without_code)
     with pytest.raises(UserError, match="does not load, so it was discarded: .*nothing_at_all"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "a spoiled folder was left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], (
+        "the wrong folder was not removed"
+    )
 
 
+# A script that fails with its working directory and its directory of temporary files.
 FOLDER = "import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"]}')"
 
 
@@ -119,6 +133,10 @@ FOLDER = "import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"
     ids=["killed", "error", "folder"],
 )
 def test_a_process_that_fails(tmp_path, monkeypatch, reload_in_a_process, code, message):
+    """Check the message about a process that is killed or raises an error.
+
+    The process runs in the scratch directory, so that no files are left elsewhere.
+    """
     monkeypatch.setattr(verify, "__file__", str(tmp_path / "verify.py"))
     (tmp_path / "fresh_model.py").write_text(code)
     with pytest.raises(UserError, match=f"does not load, so it was discarded: {message}"):

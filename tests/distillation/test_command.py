@@ -1,9 +1,4 @@
-"""Tests of `neobert distill`.
-
-Losses equal their formulas, embeddings of the teacher are computed once, a student starts as the
-bag of words nearest to the teacher, training computes no padding and resumes with the same weights,
-the output loads elsewhere in every precision, and bad input ends in one message.
-"""
+"""Tests of `neobert distill`: losses, training data, the student, complete runs, and errors."""
 
 import json
 import os
@@ -86,7 +81,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory, tokenizer_dir):
-    """Folder of a small BERT sentence encoder with vectors of 32 numbers and unit length."""
+    """Return the directory of a small BERT sentence encoder with normalized 32-d embeddings."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("teacher")
     config = BertConfig(
@@ -96,33 +91,49 @@ def teacher(tmp_path_factory, tokenizer_dir):
         intermediate_size=64,
         max_position_embeddings=64,
     )
+
     model = BertModel(config)
     model.embeddings.word_embeddings.weight.data.mul_(20)
     model.save_pretrained(folder / "bert")
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / "bert")
+
     transformer = modules.Transformer(str(folder / "bert"))
     SentenceTransformer(
         modules=[transformer, modules.Pooling(32, "mean"), modules.Normalize()]
     ).save_pretrained(str(folder / "encoder"))
+
     return str(folder / "encoder")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
+    """Return the paths of the training texts and of a second file with validation texts."""
     folder = tmp_path_factory.mktemp("texts")
-    texts, others = folder / "animals.jsonl", folder / "birds.txt"
-    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    others.write_text("\n".join(f"two {color} birds sing {i}" for i, color in enumerate(COLORS)))
-    return str(texts), str(others)
+    training_path = folder / "animals.jsonl"
+    validation_path = folder / "birds.txt"
+    training_path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    validation_path.write_text(
+        "\n".join(f"two {color} birds sing {i}" for i, color in enumerate(COLORS))
+    )
+    return str(training_path), str(validation_path)
 
 
 def recipe(tmp_path, encoder, files, **changes):
-    """Path of a recipe; `trainer` is merged, others replaced, None removed."""
+    """Write a recipe and return its path.
+
+    Args:
+        tmp_path: Directory of the recipe and of the output.
+        encoder: Path of the teacher.
+        files: Paths of the training texts and of the validation texts.
+        changes: Options that replace those of the recipe; None removes an option. The values of
+            `trainer` are added to those of the recipe.
+    """
     trainer = {"max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1}
     trainer |= {"save_steps": 3, "eval_steps": 3, "warmup_steps": 1, **changes.pop("trainer", {})}
     values = {"teacher": encoder, "texts": [files[0]], "validation_texts": [files[1]]}
     values |= {"model_config": STUDENT, "output": str(tmp_path / "student"), "max_length": 32}
     values |= {"validation_percent": 20, **changes, "trainer": trainer}
+
     path = tmp_path / "recipe.yaml"
     values = {key: value for key, value in values.items() if value is not None}
     path.write_text(yaml.safe_dump(values))
@@ -130,15 +141,18 @@ def recipe(tmp_path, encoder, files, **changes):
 
 
 # ------------------------------------------------------------------------------------------------
-# arithmetic
+# losses and metrics
 
 
 def unit(*shape):
+    """Return random vectors of length 1."""
     return torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
 
 
 def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
+    """The loss does not compare a text with itself, whose similarity is always 1."""
     student, teacher = unit(5, 8), unit(5, 6)
+
     expected = 0.0
     for i in range(5):
         rows = []
@@ -148,44 +162,61 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
             ]
             rows.append(torch.stack(cosines).softmax(0))
         expected += (rows[0] * (rows[0] / rows[1]).log()).sum() / 5
+
     torch.testing.assert_close(similarity_loss(student, teacher, 0.1), expected)
     assert similarity_loss(teacher, teacher, 0.1).abs() < 1e-6
 
 
 def test_candidates_are_the_nearest_and_of_every_degree():
+    """Check the candidates: the nearest texts, texts at evenly spaced scores, and random texts."""
     scores = torch.linspace(-0.2, 0.9, 500)[torch.randperm(500)].repeat(2, 1)
+    # The score of a hidden text is -2.
     scores[1, scores[1].argmin()] = -2
-    chosen = candidates(scores)
-    assert chosen.shape == (2, NEAREST + SPREAD + RANDOM)
-    for row, columns in zip(scores, chosen):
+
+    candidate_columns = candidates(scores)
+    assert candidate_columns.shape == (2, NEAREST + SPREAD + RANDOM)
+
+    for row, columns in zip(scores, candidate_columns):
         values = row[columns]
         nearest = row.sort().values[-NEAREST:]
         torch.testing.assert_close(values[:NEAREST].sort().values, nearest)
+
         levels = torch.linspace(row[row > -2].min(), row.max(), SPREAD)
-        least = torch.stack([row[row >= level - 1e-6].min() for level in levels])
-        torch.testing.assert_close(values[NEAREST : NEAREST + SPREAD], least)
-    assert len(chosen[:, -RANDOM:].unique()) > RANDOM
+        lowest_above = torch.stack([row[row >= level - 1e-6].min() for level in levels])
+        torch.testing.assert_close(values[NEAREST : NEAREST + SPREAD], lowest_above)
+
+    assert len(candidate_columns[:, -RANDOM:].unique()) > RANDOM
 
 
 def test_memory_bank_loss_is_the_kl_divergence_over_the_candidates():
-    student, teacher, bank = unit(3, 8), unit(3, 8), unit(40, 8)
+    """The loss compares a text with the candidates, except for the hidden text itself."""
+    student = unit(3, 8)
+    teacher = unit(3, 8)
+    bank = unit(40, 8)
+
     bank[5] = teacher[0]
     hidden = torch.zeros(3, 40, dtype=torch.bool)
     hidden[0, 5] = True
+    # The candidates are partly random. The same seed selects the same ones.
     torch.manual_seed(1)
-    chosen = candidates((teacher @ bank.T).masked_fill(hidden, -2))
+    candidate_columns = candidates((teacher @ bank.T).masked_fill(hidden, -2))
+
     expected = 0.0
-    for i, columns in enumerate(chosen):
-        others = bank[columns[~hidden[i, columns]]]
-        rows = [(others @ x[i] / 0.1).softmax(0) for x in (teacher, student)]
+    for i, columns in enumerate(candidate_columns):
+        visible = bank[columns[~hidden[i, columns]]]
+        rows = [(visible @ x[i] / 0.1).softmax(0) for x in (teacher, student)]
         expected += (rows[0] * (rows[0] / rows[1]).log()).sum() / 3
+
     torch.manual_seed(1)
     torch.testing.assert_close(memory_bank_loss(student, teacher, bank, 0.1, hidden), expected)
     assert memory_bank_loss(teacher, teacher, bank, 0.1, hidden).abs() < 1e-6
 
 
 def test_losses_are_weighted_sums_of_their_formulas():
-    student, vectors = unit(4, 8), unit(6, 8)
+    """Each loss is its formula times its weight, computed on normalized embeddings."""
+    student = unit(4, 8)
+    all_embeddings = unit(6, 8)
+
     options = LossOptions(
         cosine_weight=2.0,
         similarity_weight=3.0,
@@ -193,37 +224,45 @@ def test_losses_are_weighted_sums_of_their_formulas():
         memory_bank_weight=4.0,
         memory_bank_size=6,
     )
-    numbers = torch.tensor([5, 0, 2, 3])
-    loss = DistillLoss(torch.nn.Identity(), options, 2 * vectors.numpy())
+    text_indices = torch.tensor([5, 0, 2, 3])
+
+    # The factors 2 and 3 have no effect, because the loss normalizes the embeddings.
+    loss = DistillLoss(torch.nn.Identity(), options, 2 * all_embeddings.numpy())
+    # The candidates of the memory bank are partly random. The same seed selects the same ones.
     torch.manual_seed(1)
-    losses = loss([{"sentence_embedding": 3 * student}], numbers)
-    teachers, bank = vectors[numbers], vectors[loss.stored]
-    cosines = [torch.dot(a, b) for a, b in zip(student, teachers)]
+    losses = loss([{"sentence_embedding": 3 * student}], text_indices)
+
+    teacher = all_embeddings[text_indices]
+    bank = all_embeddings[loss.stored]
+    cosines = [torch.dot(a, b) for a, b in zip(student, teacher)]
+
     torch.testing.assert_close(losses["cosine"], 2 * (1 - torch.stack(cosines).mean()))
-    torch.testing.assert_close(losses["similarity"], 3 * similarity_loss(student, teachers, 0.1))
+    torch.testing.assert_close(losses["similarity"], 3 * similarity_loss(student, teacher, 0.1))
+
     torch.manual_seed(1)
-    is_own_text = numbers[:, None] == loss.stored
+    is_own_text = text_indices[:, None] == loss.stored
     assert is_own_text.sum(1).tolist() == [1, 1, 1, 1]
-    expected = 4 * memory_bank_loss(student, teachers, bank, 0.1, is_own_text)
+    expected = 4 * memory_bank_loss(student, teacher, bank, 0.1, is_own_text)
     torch.testing.assert_close(losses["memory_bank"], expected)
 
 
 def test_levels_cover_the_range_of_the_visible_scores():
-    """A stored vector of the text itself is hidden; the levels start at the lowest other score."""
+    """The levels start at the lowest visible score, because the text itself is hidden."""
     scores = torch.linspace(-0.4, 0.9, 2000).repeat(3, 1)
     scores[:, 77] = -2
     spread = candidates(scores)[:, NEAREST : NEAREST + SPREAD]
     levels = torch.linspace(-0.4, 0.9, SPREAD)
+
     for row, columns in zip(scores, spread):
         assert len(columns.unique()) == SPREAD
         torch.testing.assert_close(row[columns], levels, atol=1.31 / 1999 * 2, rtol=0)
 
 
 def test_the_memory_bank_is_a_random_sample():
-    vectors = unit(2000, 4).numpy()
-    stored = DistillLoss(torch.nn.Identity(), LossOptions(memory_bank_size=200), vectors).stored
+    embeddings = unit(2000, 4).numpy()
+    stored = DistillLoss(torch.nn.Identity(), LossOptions(memory_bank_size=200), embeddings).stored
     assert len(stored.unique()) == 200
-    # The mean of 200 of 2,000 numbers has a standard error of 39.
+    # The mean of 200 of 2,000 indices has a standard error of 39.
     assert abs(stored.float().mean() - 999.5) < 160
 
 
@@ -244,29 +283,39 @@ def test_validation_texts_are_held_out_by_default(tmp_path):
 
 
 def test_shares_and_held_out_texts_are_independent(tmp_path):
+    """`share` and the split use independent hashes.
+
+    With the same hash, all or none of the sampled texts would be validation texts.
+    """
     (tmp_path / "a.txt").write_text("\n".join(f"text {i}" for i in range(20000)))
     source = TextSource.from_entry({"path": str(tmp_path / "a.txt"), "share": 0.05})
     texts = read_texts([source], [], 5, 10000)
     total = len(texts.train) + len(texts.validation)
-    # Binomial with about 1,000 texts: standard error 0.007.
+    # About 1,000 texts are sampled, so the standard error of the fraction is 0.007.
     assert 0.02 < len(texts.validation) / total < 0.08
 
 
 def test_held_out_texts_do_not_depend_on_the_order_of_the_file(tmp_path):
     lines = [f"text {i}" for i in range(300)]
-    kept = []
+    validation_texts = []
     for order in (lines, lines[::-1]):
         (tmp_path / "a.txt").write_text("\n".join(order))
         texts = read_texts([TextSource.from_entry(str(tmp_path / "a.txt"))], [], 20, 10)
-        kept.append(texts.validation)
-    assert kept[0] == kept[1] and len(kept[0]) == 10
+        validation_texts.append(texts.validation)
+    assert validation_texts[0] == validation_texts[1] and len(validation_texts[0]) == 10
 
 
 def test_one_long_row_does_not_shrink_the_others(teacher):
+    """One very long row of the table does not shorten all other rows after the normalization.
+
+    Column 7 has the lowest norm, so it stores the value that gives a row length 1. That value
+    would be close to 1 in every row that was shortened.
+    """
     encoder = SentenceTransformer(teacher, device="cpu")
     table = torch.nn.functional.normalize(torch.randn(30522, 32), dim=1)
     table[:, 7] *= 0.01
     table[9] *= 100
+
     student = build_student(*options_for(teacher, embeddings_from_teacher=True), encoder, 32)
     take_embeddings(student, table, torch.float32)
     weight = student[0].auto_model.get_input_embeddings().weight
@@ -274,11 +323,14 @@ def test_one_long_row_does_not_shrink_the_others(teacher):
 
 
 def test_the_default_student_has_half_of_the_layers(teacher):
+    """Check the default student, and which students start with embeddings of the teacher."""
     encoder = SentenceTransformer(teacher, device="cpu")
     options = options_for(teacher, model_config={})
     assert starts_from_teacher(*options, encoder)
+
     config = build_student(*options, encoder, 32)[0].auto_model.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 1, 4)
+
     wide = options_for(teacher, model_config={**STUDENT, "hidden_size": 64})
     assert not starts_from_teacher(*wide, encoder)
     loaded = options_for(teacher, model_config={}, init_from="x")
@@ -286,49 +338,62 @@ def test_the_default_student_has_half_of_the_layers(teacher):
 
 
 def test_a_student_that_learned_nothing_is_reported():
-    def warning(start, student, **more):
+    """A warning reports a student that is no better than its start, or unlike its teacher."""
+
+    def warning_for(start, student, **student_metrics):
         metrics = {
             "start": {"validation_cosine": 0.6, "validation_spearman": start},
-            "student": {"validation_cosine": 0.6, "validation_spearman": student, **more},
+            "student": {
+                "validation_cosine": 0.6,
+                "validation_spearman": student,
+                **student_metrics,
+            },
         }
-        if "mrr@10" in more:
+        if "mrr@10" in student_metrics:
             metrics["start"]["mrr@10"] = 0.5
         return comparison_warning(metrics)
 
-    assert warning(0.6, 0.8) is None
-    assert "not better than its start (validation spearman 0.800" in warning(0.8, 0.8)
-    assert "agrees little with its teacher" in warning(0.1, 0.2, validation_cosine=0.176)
-    # Pairs decide if there are some.
-    assert warning(0.8, 0.7, **{"mrr@10": 0.6}) is None
-    assert "(mrr@10 0.500, start 0.500)" in warning(0.6, 0.8, **{"mrr@10": 0.5})
-    # Embeddings of another dimension have no cosine with the teacher's.
+    assert warning_for(0.6, 0.8) is None
+    assert "not better than its start (validation spearman 0.800" in warning_for(0.8, 0.8)
+    assert "agrees little with its teacher" in warning_for(0.1, 0.2, validation_cosine=0.176)
+
+    # Retrieval metrics decide if there are any.
+    assert warning_for(0.8, 0.7, **{"mrr@10": 0.6}) is None
+    assert "(mrr@10 0.500, start 0.500)" in warning_for(0.6, 0.8, **{"mrr@10": 0.5})
+
+    # Embeddings of different dimensions have no cosine.
     narrow = {"start": {"validation_spearman": 0.5}, "student": {"validation_spearman": 0.6}}
     assert comparison_warning(narrow) is None
 
 
 def test_tensorboard_logs_outlive_the_checkpoints(tmp_path):
+    """The TensorBoard logs are moved to the output before the checkpoints are removed."""
     log = tmp_path / "checkpoints" / "runs" / "Nov25" / "events.out"
     log.parent.mkdir(parents=True)
     log.write_text("x")
     (tmp_path / "checkpoints" / "checkpoint-3").mkdir()
+
     remove_checkpoints(tmp_path / "checkpoints")
     assert (tmp_path / "runs" / "Nov25" / "events.out").read_text() == "x"
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
-    vectors = np.random.default_rng(0).normal(size=(40, 8))
-    same = agreement(vectors * 2, vectors)
+    """Identical embeddings agree with 1, and the Spearman metric depends on similarities only."""
+    embeddings = np.random.default_rng(0).normal(size=(40, 8))
+    same = agreement(embeddings * 2, embeddings)
     assert same["cosine"] == pytest.approx(1) and same["spearman"] == pytest.approx(1)
-    turned = agreement(
-        vectors @ np.linalg.qr(np.random.default_rng(1).normal(size=(8, 8)))[0], vectors
+
+    # A rotation preserves the similarities between texts, but not the embeddings.
+    rotated = agreement(
+        embeddings @ np.linalg.qr(np.random.default_rng(1).normal(size=(8, 8)))[0], embeddings
     )
-    # A rotation keeps similarities, not vectors.
-    assert turned["spearman"] == pytest.approx(1) and turned["cosine"] < 0.5
-    other = agreement(np.random.default_rng(2).normal(size=(40, 8)), vectors)
+    assert rotated["spearman"] == pytest.approx(1) and rotated["cosine"] < 0.5
+
+    other = agreement(np.random.default_rng(2).normal(size=(40, 8)), embeddings)
     assert abs(other["spearman"]) < 0.2
-    # Vectors of different widths have no cosine.
-    assert "cosine" not in agreement(vectors[:, :5], vectors)
+    # Embeddings of different dimensions have no cosine.
+    assert "cosine" not in agreement(embeddings[:, :5], embeddings)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -336,35 +401,46 @@ def test_agreement_is_one_with_itself_and_sees_order_alone():
 
 
 def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
-    first, second, other = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "other.txt"
+    """Every distinct text is in one split, and other sources have no training texts."""
+    first = tmp_path / "a.txt"
+    second = tmp_path / "b.txt"
+    other = tmp_path / "other.txt"
     first.write_text("\n".join(f"text {i}" for i in range(200)) + "\n\n text 3 \n")
     second.write_text("\n".join(f"text {i}" for i in range(100, 300)))
     other.write_text("text 5\nquite another\nand one more\nthe last one\n")
+
     sources = [TextSource.from_entry(str(path)) for path in (first, second, other)]
     texts = read_texts(sources[:2], sources[2:], 20, 1000)
+
     assert sorted(texts.train + texts.validation) == sorted(f"text {i}" for i in range(300))
     assert all(is_validation_text(text, 20) for text in texts.validation)
     assert not any(is_validation_text(text, 20) for text in texts.train)
     assert 30 < len(texts.validation) < 90
-    # A training text is not a text of another kind.
+    # A training text is removed from the other sources.
     assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}
     assert is_validation_text("Some  TEXT", 50) == is_validation_text("some text", 50), (
-        "a copy on another side"
+        "texts that differ in case and white space only must be in the same split"
     )
 
 
 def test_a_share_takes_the_same_rows_again(tmp_path):
+    """`share` samples the same rows in every run, and complete rows if several columns are read."""
     rows = [{"a": f"title {i}", "b": f"text {i}"} for i in range(1000)] + [{"a": "x", "b": " "}]
     write_jsonl(tmp_path / "p.jsonl", rows)
     entry = {"path": str(tmp_path / "p.jsonl"), "column": ["a", "b"]}
+
     texts = list(TextSource.from_entry({**entry, "share": 0.3}).read())
     assert texts == list(TextSource.from_entry({**entry, "share": 0.3}).read())
+
     titles = [text for text in texts if text.startswith("title")]
     assert 250 < len(titles) < 350
     assert texts[: 2 * len(titles)] == [text for i in titles for text in (i, f"text {i[6:]}")]
-    alone = list(TextSource.from_entry({**entry, "column": "a", "share": 0.3}).read())
-    assert alone[: len(titles)] == titles
+
+    titles_only = list(TextSource.from_entry({**entry, "column": "a", "share": 0.3}).read())
+    assert titles_only[: len(titles)] == titles
+    # A larger share contains the rows of a smaller one.
     assert set(texts) < set(TextSource.from_entry({**entry, "share": 0.5}).read())
+
     with pytest.raises(UserError, match="`share` of .* must be a number, greater than 0 and"):
         TextSource.from_entry({**entry, "share": 0})
     with pytest.raises(UserError, match="c"):
@@ -372,53 +448,67 @@ def test_a_share_takes_the_same_rows_again(tmp_path):
 
 
 class CountingTeacher:
+    """Teacher that counts the texts that it has encoded.
+
+    Args:
+        max_texts: Number of texts after which `embed` raises KeyboardInterrupt.
+    """
+
     embedding_dimension = 2
 
-    def __init__(self, most=1000):
-        self.texts, self.most = 0, most
+    def __init__(self, max_texts=1000):
+        self.texts = 0
+        self.max_texts = max_texts
 
     def tokenize(self, texts):
         return texts
 
     def embed(self, texts, progress):
-        if self.texts + len(texts) > self.most:
+        if self.texts + len(texts) > self.max_texts:
             raise KeyboardInterrupt
         self.texts += len(texts)
         return np.array([[len(text), 1.0] for text in texts])
 
 
 def test_teacher_vectors_are_computed_once_and_go_on_after_an_interruption(tmp_path, monkeypatch):
+    """The teacher's embeddings are stored in chunks, so an interrupted run resumes."""
     monkeypatch.setattr("neobert.distillation.data.CHUNK_SIZE", 10)
-    texts, path = ["x" * i for i in range(1, 26)], tmp_path / "v.npy"
+    texts = ["x" * i for i in range(1, 26)]
+    path = tmp_path / "v.npy"
+
     with pytest.raises(KeyboardInterrupt):
         teacher_embeddings(path, texts, CountingTeacher(15))
+
     teacher = CountingTeacher()
-    vectors = teacher_embeddings(path, texts, teacher)
-    assert teacher.texts == 15, "only the missing ones are computed"
-    assert vectors.dtype == np.float16
-    assert vectors.tolist() == [[i, 1] for i in range(1, 26)]
-    assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), vectors)
+    embeddings = teacher_embeddings(path, texts, teacher)
+    assert teacher.texts == 15, "the stored embeddings were computed again"
+    assert embeddings.dtype == np.float16
+    assert embeddings.tolist() == [[i, 1] for i in range(1, 26)]
+    # A teacher that must not encode any text shows that all embeddings are read from the file.
+    assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
 
 
 def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
-    """Those of the same texts by the same teacher alone."""
+    """Runs share stored embeddings only for the same texts, teacher and maximum length."""
 
-    def files(length, texts):
+    def count_stored_files(length, texts):
         options = DistillOptions(
             model=ModelOptions(teacher=teacher, output="o"),
             data=DataOptions(texts=["x"], work=str(tmp_path)),
             student=StudentOptions(max_length=length),
         )
-        vectors, sets, table = embed_texts(options, False, texts, CountingTeacher())
+
+        embeddings, sets, table = embed_texts(options, False, texts, CountingTeacher())
         assert table is None
-        assert vectors.tolist() == [[len(text), 1] for text in texts.train]
+        assert embeddings.tolist() == [[len(text), 1] for text in texts.train]
         assert sets["validation"][1].dtype == np.float32
+
         return len(list(tmp_path.rglob("*.npy")))
 
     texts = Texts(["a", "bc"], ["d", "e", "f"], {})
-    assert files(32, texts) == files(32, texts) == 2
-    assert files(16, texts) == 4
-    assert files(32, replace(texts, train=["bc", "a"])) == 5
+    assert count_stored_files(32, texts) == count_stored_files(32, texts) == 2
+    assert count_stored_files(16, texts) == 4
+    assert count_stored_files(32, replace(texts, train=["bc", "a"])) == 5
 
 
 # ------------------------------------------------------------------------------------------------
@@ -426,7 +516,7 @@ def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
 
 
 def options_for(teacher, **changes):
-    """Return the options of the models and of the student."""
+    """Return (ModelOptions, StudentOptions) with changed values."""
     values = {"model_config": STUDENT, "max_length": 32, **changes}
     names = ModelOptions.__dataclass_fields__
     model = {name: value for name, value in values.items() if name in names}
@@ -435,6 +525,7 @@ def options_for(teacher, **changes):
 
 
 def test_the_student_mirrors_the_teachers_modules(teacher):
+    """The student has the teacher's modules, and a Dense module if its hidden size differs."""
     encoder = SentenceTransformer(teacher, device="cpu")
     for config, names in (
         (STUDENT, ["Transformer", "Pooling", "Normalize"]),
@@ -446,23 +537,31 @@ def test_the_student_mirrors_the_teachers_modules(teacher):
 
 
 def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
-    """A second run that began with a new map would have lost what the first one learned."""
+    """A second run starts from the Dense module of the first one.
+
+    A new random map would discard what the first run has learned.
+    """
     encoder = SentenceTransformer(teacher, device="cpu")
     first = build_student(*options_for(teacher, model_config=NARROW), encoder, 32)
     save_student(first, tmp_path, "float32", "float32")
+
     settings = json.loads((tmp_path / "sentence_bert_config.json").read_text())
-    # Versions before 6 refuse keys that they do not know.
+    # Versions of sentence-transformers before 6 refuse unknown keys.
     assert settings == {"max_seq_length": 32, "do_lower_case": False}
+
     start = {"model_config": {}, "init_from": str(tmp_path)}
     again = build_student(*options_for(teacher, **start), encoder, 32)
     torch.testing.assert_close(again[2].linear.weight, first[2].linear.weight)
     texts = ["a cat", "two dogs"]
     np.testing.assert_allclose(again.encode(texts), first.encode(texts), atol=1e-5)
+
+    # A teacher with another embedding dimension needs a new map.
     wider = build_student(*options_for(teacher, **start), encoder, 48)
-    assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
+    assert tuple(wider[2].linear.weight.shape) == (48, 16), "the map of another size was reused"
 
 
 def test_a_token_alone_stands_between_the_special_tokens(teacher):
+    """The embedding of a single token equals that of its text, with [CLS] and [SEP] around it."""
     encoder = PackedEncoder(teacher, dtype="float32", device="cpu", max_length=32)
     embeddings = embed_single_tokens(encoder, 3000)
     tokenizer = encoder.sentence_transformer.tokenizer
@@ -472,74 +571,98 @@ def test_a_token_alone_stands_between_the_special_tokens(teacher):
 
 
 def test_the_table_is_the_ridge_regression_of_bags_of_words():
+    """Check the token embeddings against the closed form of the ridge regression."""
     generator = np.random.default_rng(0)
     tokens = [generator.integers(12, size=generator.integers(2, 9)) for _ in range(300)]
-    alone, vectors = generator.normal(size=(12, 4)), generator.normal(size=(300, 4))
-    alone[:, 3] = vectors[:, 3] = 0  # all-MiniLM-L6-v2 has two such coordinates
+    single_tokens = generator.normal(size=(12, 4))
+    embeddings = generator.normal(size=(300, 4))
+    # all-MiniLM-L6-v2 has two coordinates that are always 0.
+    single_tokens[:, 3] = embeddings[:, 3] = 0
+
     bags = np.array([np.bincount(ids, minlength=12) / len(ids) for ids in tokens])
-    targets = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    start = bags @ alone
-    scaled = alone * (start * targets).sum() / (start**2).sum()
+    targets = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    start = bags @ single_tokens
+    scaled = single_tokens * (start * targets).sum() / (start**2).sum()
     system = bags.T @ bags + 0.02 * np.eye(12)
     expected = scaled + np.linalg.solve(system, bags.T @ (targets - bags @ scaled))
-    table = fit_token_embeddings(alone, tokens, vectors, rounds=12)
+
+    table = fit_token_embeddings(single_tokens, tokens, embeddings, rounds=12)
     np.testing.assert_allclose(table, expected, atol=1e-5)
-    few, error = fit_token_embeddings(alone, tokens, vectors), np.linalg.norm(scaled - expected)
-    assert np.linalg.norm(few - expected) < 0.1 * error
+
+    # The default number of iterations removes at least 90 % of the initial error.
+    few_rounds = fit_token_embeddings(single_tokens, tokens, embeddings)
+    error = np.linalg.norm(scaled - expected)
+    assert np.linalg.norm(few_rounds - expected) < 0.1 * error
 
 
-def first_vectors(student, table, text):
-    """The student's vector of a text, and the mean of the table's rows scaled to length 1."""
+def student_and_expected_embedding(student, table, text):
+    """Return the student's embedding of a text, and the normalized mean of its table rows."""
     ids = student.tokenizer(text)["input_ids"]
     expected = torch.nn.functional.normalize(table[ids].mean(0), dim=0)
     return student.encode(text), expected.numpy()
 
 
 def test_a_student_begins_as_the_mean_of_rows_that_keep_their_lengths(teacher):
+    """The student starts as the mean of the table's rows, although NeoBERT normalizes its output.
+
+    The rows get length 1 by a spare coordinate, which the last norm drops. This preserves the ratio
+    of their original lengths.
+    """
     encoder = SentenceTransformer(teacher, device="cpu")
     table = torch.randn(30522, 32) * torch.rand(30522, 1)
     table[:, 7] *= 0.1
     options = options_for(teacher, embeddings_from_teacher=True, freeze_embeddings=True)
     student = build_student(*options, encoder, 32)
+
     take_embeddings(student, table.clone(), torch.float32)
     model = student[0].auto_model
-    assert model.layer_norm.weight[7] == 0, "the coordinate that says least"
+    assert model.layer_norm.weight[7] == 0, "the spare coordinate does not have the lowest norm"
+
     table[:, 7] = 0
     for text in ("a cat", "two dogs and a bird sing", TEXTS[5]):
-        embedding, expected = first_vectors(student, table, text)
+        embedding, expected = student_and_expected_embedding(student, table, text)
         np.testing.assert_allclose(embedding, expected, atol=1e-4)
+
     weight = model.get_input_embeddings().weight
     assert not weight.requires_grad
     torch.testing.assert_close(weight.norm(dim=1), torch.ones(30522))
-    # They must be trained with as they are stored.
+
+    # The embeddings are rounded before the training, because they are stored with fewer bits.
     take_embeddings(student, table.clone(), torch.float8_e5m2)
     assert torch.equal(weight, weight.to(torch.float8_e5m2).float())
-    embedding, expected = first_vectors(student, table, TEXTS[5])
+    embedding, expected = student_and_expected_embedding(student, table, TEXTS[5])
     assert 0.95 < embedding @ expected < 0.99999
 
 
 def test_a_narrow_student_begins_with_the_principal_components(teacher):
+    """A student with a smaller hidden size starts with the principal components of the table."""
     encoder = SentenceTransformer(teacher, device="cpu")
+    # The table has rank 15, except for noise, so 16 components describe it.
     table = torch.randn(30522, 15) @ torch.randn(15, 32) + 1e-4 * torch.randn(30522, 32)
     narrow = build_student(
         *options_for(teacher, model_config=NARROW, embeddings_from_teacher=True), encoder, 32
     )
+
     take_embeddings(narrow, table.clone(), torch.float32)
+
     assert narrow[0].auto_model.get_input_embeddings().weight.requires_grad
     for text in ("a cat", TEXTS[5]):
-        embedding, expected = first_vectors(narrow, table, text)
+        embedding, expected = student_and_expected_embedding(narrow, table, text)
         np.testing.assert_allclose(embedding, expected, atol=1e-3)
 
 
 def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
+    """Embeddings of the teacher need its vocabulary and at most its hidden size."""
     encoder = SentenceTransformer(teacher, device="cpu")
     wide = options_for(
         teacher, embeddings_from_teacher=True, model_config={**STUDENT, "hidden_size": 64}
     )
+
     save_student(build_student(*options_for(teacher), encoder, 32), tmp_path, *["float32"] * 2)
     start = {"model_config": {}, "init_from": str(tmp_path)}
     other = options_for(teacher, embeddings_from_teacher=True, **start)
     assert build_student(*other, encoder, 32)
+
     encoder.tokenizer.add_tokens(["newword"])
     for refused in (wide, other):
         with pytest.raises(UserError, match="the teacher's vocabulary and a hidden_size of at mos"):
@@ -547,33 +670,37 @@ def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# complete
+# complete runs
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, teacher, files):
-    """A finished run of 40 steps that stores small: its folder and its figures."""
+    """Return (directory, metrics) of a finished run of 40 steps that stores float8 weights."""
     folder = tmp_path_factory.mktemp("run")
     options = {"embeddings_from_teacher": True, "dtype": "float8", "embedding_dtype": "float8"}
     options |= {"model_name": "animal-encoder", "license": "mit", "base_model": "you/teacher"}
     options["texts"] = [{"path": files[0], "name": "Animals", "license": "CC0"}]
     trainer = {"max_steps": 40, "learning_rate": 3e-3, "save_steps": 20, "eval_steps": 20}
+
     path = recipe(folder, teacher, files, **options, trainer=trainer)
     assert command(["distill", path]) == 0
     return folder / "student", json.loads((folder / "student" / "figures.json").read_text())
 
 
 def test_the_student_comes_nearer_to_its_teacher(finished):
+    """The agreement with the teacher increases, and the total loss is the sum of its parts."""
     _, figures = finished
     first, last = figures["agreement"][0], figures["agreement"][-1]
     assert (first["step"], last["step"]) == (20, 40)
     assert last["validation_cosine"] > first["validation_cosine"] > 0.2
+
     assert {
         "validation_cosine",
         "validation_spearman",
         "birds_cosine",
         "birds_spearman",
     } <= last.keys()
+
     assert figures["losses"][-1]["loss"] < figures["losses"][0]["loss"]
     assert figures["losses"][0]["loss"] == pytest.approx(
         sum(figures["losses"][0][name] for name in ("cosine", "similarity", "memory_bank")),
@@ -582,20 +709,24 @@ def test_the_student_comes_nearer_to_its_teacher(finished):
 
 
 def test_the_folder_is_complete_and_small(finished):
+    """The output contains all files, weights of the requested dtypes, and a model card."""
     folder, figures = finished
     names = "modeling_neobert.py attention_neobert.py configuration_neobert.py tokenizer.json"
     assert {*names.split(), "modules.json", "README.md", "figures.json"} <= {*os.listdir(folder)}
     assert [row["type"] for row in json.loads((folder / "modules.json").read_text())] == [
         f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")
-    ], "older versions of the library know these names alone"
+    ], "older versions of sentence-transformers only support these class names"
     assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 32
+
     weights = load_file(folder / "model.safetensors")
-    kinds = {(tensor.dim(), tensor.dtype) for tensor in weights.values()}
-    assert kinds == {(2, torch.float8_e5m2), (1, torch.float16)}
+    dtypes_by_dimension = {(tensor.dim(), tensor.dtype) for tensor in weights.values()}
+    assert dtypes_by_dimension == {(2, torch.float8_e5m2), (1, torch.float16)}
+
     card = (folder / "README.md").read_text()
     for text in ("# animal-encoder", "| Animals | CC0 |", "license: mit", "birds"):
         assert text in card
     assert "\nbase_model: you/teacher\n" in card and "\nbase_model_relation: finetune\n" in card
+
     stored = figures["stored"]
     row = (
         f"| validation | {stored['validation_cosine']:.3f} | {stored['validation_spearman']:.3f} |"
@@ -603,14 +734,16 @@ def test_the_folder_is_complete_and_small(finished):
     assert row in card and stored["validation_cosine"] == pytest.approx(
         figures["agreement"][-1]["validation_cosine"], abs=0.02
     )
-    assert not (folder / "checkpoints").exists(), "a finished run needs no checkpoints"
+
+    assert not (folder / "checkpoints").exists(), "a finished run has left its checkpoints"
 
 
 def test_the_channels_of_a_saved_student_are_balanced(finished):
-    """Their factors are 1, except for the rounding of the weights in float8."""
+    """The balancing factors of a saved student are 1, except for the rounding of its weights."""
     student = SentenceTransformer(str(finished[0]), trust_remote_code=True, device="cpu")
     encoder = student[0].auto_model
     largest = smoothing.observe_inputs(encoder, lambda: student.encode(TEXTS, batch_size=1))
+
     assert len(largest) == 4 * len(encoder.transformer_encoder)
     for layer, values in largest.items():
         factors = smoothing.balanced_factors(layer, values)
@@ -618,26 +751,32 @@ def test_the_channels_of_a_saved_student_are_balanced(finished):
 
 
 def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatch):
-    seen, real = [], []
+    """The blocks process the non-padding tokens only, although the batches are padded."""
+    rows_in_block = []
+    token_counts = []
     block = type(NeoBERTModel(NeoBERTConfig(**STUDENT)).transformer_encoder[0])
-    original, losses = block.forward, DistillLoss.forward
+    block_forward = block.forward
+    loss_forward = DistillLoss.forward
 
     def forward(self, hidden, *args, **kwargs):
         if self.training and self.layer_idx == 0:
-            seen.append(hidden.shape[:2].numel())
-        return original(self, hidden, *args, **kwargs)
+            rows_in_block.append(hidden.shape[:2].numel())
+        return block_forward(self, hidden, *args, **kwargs)
 
     def loss(self, features, labels):
-        real.append(
+        token_counts.append(
             (int(features[0]["attention_mask"].sum()), features[0]["attention_mask"].numel())
         )
-        return losses(self, features, labels)
+        return loss_forward(self, features, labels)
 
     monkeypatch.setattr(block, "forward", forward)
     monkeypatch.setattr(DistillLoss, "forward", loss)
+
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 0
-    assert seen == [tokens for tokens, _ in real], "blocks saw other rows than the real tokens"
-    assert sum(padded for _, padded in real) > sum(seen)
+    assert rows_in_block == [tokens for tokens, _ in token_counts], (
+        "the number of rows differs from the number of non-padding tokens"
+    )
+    assert sum(padded for _, padded in token_counts) > sum(rows_in_block)
 
 
 def test_batches_are_a_function_of_the_seed_and_the_epoch():
@@ -655,30 +794,39 @@ def test_batches_are_a_function_of_the_seed_and_the_epoch():
 
 @pytest.mark.slow
 def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
-    """One before the first checkpoint, one after it: the stored texts are drawn again alike."""
+    """A run that is interrupted twice ends with the weights of an uninterrupted run.
+
+    One interruption is before the first checkpoint and one after it. The resumed run samples the
+    same memory bank.
+    """
     options = {"trainer": {"max_steps": 12, "save_steps": 4}, "memory_bank_size": 20}
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+
     assert command(["distill", recipe(tmp_path / "a", teacher, files, **options)]) == 0
     path = recipe(tmp_path / "b", teacher, files, **options)
-    train_step = DistillTrainer.training_step
-    for step, number, code in ((2, signal.SIGINT, 130), (6, signal.SIGTERM, 143)):
 
-        def interrupted(self, *args, step=step, number=number, **kwargs):
+    train_step = DistillTrainer.training_step
+    for step, signal_number, code in ((2, signal.SIGINT, 130), (6, signal.SIGTERM, 143)):
+
+        def interrupted_step(self, *args, step=step, signal_number=signal_number, **kwargs):
             if self.state.global_step >= step:
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal_number)
             return train_step(self, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DistillTrainer, "training_step", interrupted)
+            patch.setattr(DistillTrainer, "training_step", interrupted_step)
             assert command(["distill", path]) == code
         assert not (tmp_path / "b" / "student" / "figures.json").exists()
     assert command(["distill", path]) == 0
-    first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    uninterrupted, resumed = (
+        load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab"
+    )
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
 # ------------------------------------------------------------------------------------------------
-# what may go wrong
+# errors
 
 
 BAD = {
@@ -699,6 +847,7 @@ BAD = {
 def test_bad_input_is_one_sentence_and_leaves_nothing(
     case, tmp_path, teacher, files, capsys, monkeypatch
 ):
+    """Invalid input ends with one error message, and the output directory remains usable."""
     changes, expected = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.txt").write_text("a text")
@@ -706,20 +855,25 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     if changes.get("teacher") == "torn":
         weights = shutil.copytree(teacher, tmp_path / "torn") / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
+
     assert command(["distill", recipe(tmp_path, teacher, files, **changes)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("neobert distill: ") and expected in error, error
-    # The output is claimed before data and models are loaded; `run.json` alone blocks no other run.
+    # The output is claimed before data and models are loaded. `run.json` does not block other runs.
     assert {path.name for path in tmp_path.glob("student*/*")} <= {"run.json", ".lock"}
 
 
 def test_a_second_process_is_refused_before_texts_and_models_are_loaded(
     tmp_path, teacher, files, capsys, monkeypatch
 ):
+    """The output directory is locked before the texts and the models are loaded."""
     for name in ("read_texts", "load_sentence_transformer"):
         monkeypatch.setattr(
-            distill_command, name, lambda *_, **__: pytest.fail("loaded before the claim")
+            distill_command,
+            name,
+            lambda *_, **__: pytest.fail("data or a model was loaded before the output was locked"),
         )
+
     path = recipe(tmp_path, teacher, files)
     (tmp_path / "student").mkdir()
     with FileLock(tmp_path / "student" / ".lock"):

@@ -1,4 +1,4 @@
-"""Block-wise transfer from BERT: formulas, fits on data, and complete runs of `neobert distill`."""
+"""Tests of `--init-from-teacher`: formulas and fits of the block transfer, and complete runs."""
 
 import json
 import math
@@ -34,20 +34,22 @@ SIZE = dict(hidden_size=32, num_attention_heads=4)
 
 
 def bert(layers=3, seed=3, **changes):
-    """Return a BERT whose layers and positions have an effect."""
+    """Return a small BERT with large weights, so that layers and positions affect the output."""
     torch.manual_seed(seed)
     values = {**SIZE, "intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": 200}
     model = BertModel(BertConfig(**{**values, "num_hidden_layers": layers, **changes})).eval()
+
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and "embeddings" not in name:
             parameter.data.mul_(8)
         elif "embeddings" in name and parameter.dim() == 2:
             parameter.data.mul_(20)
+
     return model
 
 
 def encoder_of(model):
-    """Return an object with the transformer where a SentenceTransformer has it."""
+    """Return an object that has the transformer at the same path as a SentenceTransformer."""
 
     class Module:
         auto_model = model
@@ -56,12 +58,14 @@ def encoder_of(model):
 
 
 def student(layers=2, inner=72, **changes):
+    """Return a small NeoBERT with the teacher's hidden size and random weights."""
     torch.manual_seed(5)
     values = {**SIZE, "num_hidden_layers": layers, "intermediate_size": inner, "vocab_size": 200}
     return NeoBERTModel(NeoBERTConfig(**{**values, **changes})).eval()
 
 
 def token_batches(count=24, length=12, rows=8, seed=1):
+    """Return batches of random token ids, (rows, L), of three lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(1, 200, (rows, length + i % 3), generator=generator) for i in range(count)
@@ -77,6 +81,7 @@ def test_the_lowest_and_the_highest_layers_are_kept(count, kept, layers):
 
 
 def test_states_are_those_of_the_model():
+    """The layers of `TeacherLayers` compute the hidden states of the complete BERT."""
     model = bert()
     layers = TeacherLayers(encoder_of(model), [0, 1, 2])
     (ids,) = token_batches(1)
@@ -85,11 +90,12 @@ def test_states_are_those_of_the_model():
         states = [layers.embed(ids)]
         for layer in layers.layers:
             states.append(layers.run(layer, states[-1]))
-    for state, other in zip(states, expected):
-        torch.testing.assert_close(state, other, atol=2e-5, rtol=1e-4)
+    for state, expected_state in zip(states, expected):
+        torch.testing.assert_close(state, expected_state, atol=2e-5, rtol=1e-4)
 
 
 def test_the_token_table_is_the_mean_over_positions():
+    """The embedding of a token is averaged over the positions of the teacher."""
     model = bert(max_position_embeddings=8)
     layers = TeacherLayers(encoder_of(model), [0])
     with torch.no_grad():
@@ -108,22 +114,30 @@ def test_ridge_recovers_a_linear_map():
 
 
 def test_rotated_heads_have_the_same_products():
+    """`order_by_energy` preserves the products of queries and keys, and sorts their dimensions."""
     torch.manual_seed(0)
-    query, key = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
+    query = torch.randn(4, 8, 32)
+    key = torch.randn(4, 8, 32)
     inputs = torch.randn(500, 32) * torch.linspace(0.1, 3, 32)
     new_query, new_key = order_by_energy(query, key, inputs)
     torch.testing.assert_close(new_query.mT @ new_key, query.mT @ key, atol=1e-3, rtol=1e-3)
     energy = (inputs @ new_query.mT).std(1) * (inputs @ new_key.mT).std(1)
-    assert (energy.diff(dim=1) >= -1e-3).all(), "the last pairs, which rotate slowest, have most"
+    assert (energy.diff(dim=1) >= -1e-3).all(), (
+        "the dimensions are not in ascending order of energy"
+    )
 
 
 def test_the_nearest_length_is_the_least_squares_factor():
+    """Check the factor by a grid search, and that scaled states have no unexplained variance."""
     torch.manual_seed(0)
-    states, target = torch.randn(6, 32), torch.randn(6, 32)
+    states = torch.randn(6, 32)
+    target = torch.randn(6, 32)
+
     factors = torch.linspace(-3, 3, 6001)
     errors = ((factors[:, None, None] * states - target) ** 2).sum(-1)
     nearest = factors[errors.argmin(0)]
     torch.testing.assert_close(nearest_length(states, target)[:, 0], nearest, atol=2e-3, rtol=0)
+
     scaled = [torch.rand(4, 5, 1) * target.view(3, 2, 32)[:1].repeat(4, 3, 1)[:, :5]]
     assert unexplained_variance(scaled, [scaled[0] * 2]) < 1e-6
 
@@ -134,43 +148,51 @@ def test_batches_have_one_length_and_stop_at_the_number_of_tokens():
     batches = list(equal_lengths(tokens, 600, 64))
     assert all((batch == torch.arange(batch.shape[1])).all() for batch in batches)
     assert 600 <= sum(batch.numel() for batch in batches) < 600 + 72
-    everything = list(equal_lengths(tokens, 10**9, 64))
-    assert sum(len(batch) for batch in everything) == 400
+
+    # With a large limit, the incomplete batches are used, too.
+    all_batches = list(equal_lengths(tokens, 10**9, 64))
+    assert sum(len(batch) for batch in all_batches) == 400
 
 
 def test_training_is_adam_with_relative_rates():
+    """The learning rate is relative to the root mean square of a matrix, which is 10 here."""
     weight = torch.nn.Parameter(torch.full((2, 2), 10.0))
     train([weight], lambda number: weight.sum(), 3, 30, 0.01)
-    # Adam moves by its rate in each step while the sign of the gradient stays.
+    # Adam changes a value by the learning rate in each step if the gradient is constant.
     rates = [min(1, (i + 1) / 20) * 0.5 * (1 + math.cos(math.pi * i / 30)) for i in range(30)]
     torch.testing.assert_close(weight.data, torch.full((2, 2), 10 - 0.1 * sum(rates)))
 
 
-def transfer_of(steps_of_attention=0):
-    """Return the transfer of the first block of a student as wide as its teacher, with data."""
+def transfer_of():
+    """Return the transfer of layer 0 to the first block of a student, with hidden states."""
     model = bert()
     layers = TeacherLayers(encoder_of(model), [0])
-    pupil = student(1, 96)
+    student_model = student(1, 96)
     batches = token_batches(30)
+
     with torch.no_grad():
-        pupil.encoder.weight.copy_(layers.token_table())
-        stream = [pupil.encoder(ids) for ids in batches]
+        student_model.encoder.weight.copy_(layers.token_table())
+        stream = [student_model.encoder(ids) for ids in batches]
         before = [layers.embed(ids) for ids in batches]
         after = [layers.run(layers.layers[0], hidden) for hidden in before]
-    block = pupil.transformer_encoder[0]
+
+    block = student_model.transformer_encoder[0]
     return BlockTransfer(block, layers.layers[0], layers, stream, before, after)
 
 
 def test_queries_keys_and_values_are_fitted_per_head():
-    """The teacher's values come out of the interleaved rows (H, 3, K) of the student."""
+    """The values in the interleaved rows of `qkv`, (H, 3, K), reproduce those of the teacher."""
     transfer = transfer_of()
-    # Without a loss of position the student reads what the teacher reads.
+    # The embeddings of the student lack the teacher's positions. The hidden states of the teacher
+    # remove this error.
     transfer.stream = transfer.before
     transfer.fit_attention()
+
     hidden = transfer.stream[0]
     _, _, values = transfer.block.project(
         hidden, rotary_embeddings(transfer.block.config, torch.arange(hidden.shape[1])[None], 12)
     )
+
     with torch.no_grad():
         expected = transfer.teacher._split(transfer.layer.attention.self.value(hidden))
     error = (values - expected).square().mean() / expected.square().mean()
@@ -178,32 +200,35 @@ def test_queries_keys_and_values_are_fitted_per_head():
 
 
 def test_every_step_brings_the_block_nearer_to_the_layer():
+    """Each step of the transfer reduces the error, and attention training leaves the values."""
     transfer = transfer_of()
 
-    def unexplained():
+    def variance_of_errors():
         return unexplained_variance([transfer.run(h) for h in transfer.stream], transfer.after)
 
-    def divergence():
+    def mean_attention_loss():
         total = 0.0
         with torch.no_grad():
-            for number, hidden in enumerate(transfer.stream):
+            for index, hidden in enumerate(transfer.stream):
                 query, key, _ = transfer._project(hidden)
                 logits = query @ key.mT * transfer.block.scaling
-                total += float(transfer._attention_loss(number, logits))
+                total += float(transfer._attention_loss(index, logits))
         return total / len(transfer.stream)
 
-    start = unexplained()
+    variance_before_fit = variance_of_errors()
     transfer.fit_attention()
-    fitted = divergence()
+    loss_after_fit = mean_attention_loss()
     values = transfer.block.qkv.weight.detach().clone().view(4, 3, 8, 32)[:, 2]
+
     transfer.train_attention(40)
-    assert divergence() < 0.95 * fitted
+    assert mean_attention_loss() < 0.95 * loss_after_fit
     torch.testing.assert_close(transfer.block.qkv.weight.view(4, 3, 8, 32)[:, 2], values)
+
     transfer.fit_outputs()
-    after_fit = unexplained()
-    assert after_fit < 0.6 * start
+    variance_after_fit = variance_of_errors()
+    assert variance_after_fit < 0.6 * variance_before_fit
     transfer.train_block(60)
-    assert unexplained() < 0.95 * after_fit
+    assert variance_of_errors() < 0.95 * variance_after_fit
 
 
 def test_the_attention_loss_is_the_kl_divergence():
@@ -220,26 +245,30 @@ def test_the_attention_loss_is_the_kl_divergence():
 
 @pytest.mark.parametrize("inner", [24, 96, 144])
 def test_students_narrower_and_wider_than_the_teacher(inner):
+    """Students with a smaller or larger feed-forward start with hidden states of the teacher."""
     model = bert()
     layers = TeacherLayers(encoder_of(model), [0, 2])
-    pupil = student(2, inner)
+    student_model = student(2, inner)
     batches = token_batches(20)
-    initialize_blocks(pupil, layers, batches, steps=10)
+    initialize_blocks(student_model, layers, batches, steps=10)
+
     with torch.no_grad():
         hidden = layers.embed(batches[0])
         for layer in layers.layers:
             hidden = layers.run(layer, hidden)
-        out = pupil(input_ids=batches[0]).last_hidden_state
-    # A random model is harder to follow than a trained one, which has fewer directions.
-    cosine = F.cosine_similarity(out - out.mean((0, 1)), hidden - hidden.mean((0, 1)), dim=-1)
+        output = student_model(input_ids=batches[0]).last_hidden_state
+
+    # A random teacher is harder to fit than a trained one, which uses fewer directions.
+    cosine = F.cosine_similarity(output - output.mean((0, 1)), hidden - hidden.mean((0, 1)), dim=-1)
     assert cosine.mean() > (0.6 if inner > 24 else 0.5)
 
 
 def test_stored_embeddings_are_rounded_before_the_blocks_are_fitted():
+    """The blocks are fitted on the embeddings that the saved student will have."""
     layers = TeacherLayers(encoder_of(bert()), [0])
-    pupil = student(1)
-    initialize_blocks(pupil, layers, token_batches(6), 0, torch.float8_e5m2)
-    weight = pupil.encoder.weight.detach()
+    student_model = student(1)
+    initialize_blocks(student_model, layers, token_batches(6), 0, torch.float8_e5m2)
+    weight = student_model.encoder.weight.detach()
     assert torch.equal(weight.to(torch.float8_e5m2).float(), weight)
 
 
@@ -248,6 +277,7 @@ def test_stored_embeddings_are_rounded_before_the_blocks_are_fitted():
 
 
 def write_teacher(folder, tokenizer_dir, pooling="mean", **changes):
+    """Save a small BERT sentence encoder, and return its directory."""
     model = bert(vocab_size=30522, **changes)
     model.save_pretrained(folder / "bert")
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / "bert")
@@ -257,11 +287,14 @@ def write_teacher(folder, tokenizer_dir, pooling="mean", **changes):
 
 
 def arguments_for(folder, teacher, *options):
+    """Write the training texts, and return the arguments of a short run."""
+
     colors = "red green blue black white brown grey pink".split()
     animals = "cat dog bird fish horse mouse lion wolf".split()
     texts = folder / "texts.txt"
     lines = [f"a {c} {a} and {i % 7} more {a}s" for i, c in enumerate(colors) for a in animals]
     texts.write_text("\n".join(lines))
+
     config = json.dumps({**SIZE, "num_hidden_layers": 2, "intermediate_size": 96})
     arguments = [teacher, "--texts", str(texts), "--output", str(folder / "out")]
     arguments += ["--init-from-teacher", "--transfer-steps", "10", "--model-config", config]
@@ -275,28 +308,34 @@ def distill(folder, teacher, *options):
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, pooling, caplog):
-    """E5 and GTE pool the mean of the tokens, BGE the first token."""
+    """A run starts near its teacher, with mean pooling (E5, GTE) and with [CLS] pooling (BGE)."""
     teacher = write_teacher(tmp_path, tokenizer_dir, pooling)
     caplog.set_level("INFO", "neobert.distillation")
     assert distill(tmp_path, teacher, "--pooling", pooling) == 0
     assert "Block 1 from layer 2 of the teacher: the unexplained variance" in caplog.text
+
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     # A student with random blocks has a mean cosine of about 0.
     assert figures["comparison"]["start"]["validation_cosine"] > 0.6
+
     card = (tmp_path / "out" / "README.md").read_text()
     assert "initialized from the layers 0, 2 of the teacher, with 10 training steps each" in card
+
     loaded = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
     assert loaded.encode(["a cat"]).shape == (1, 32)
 
 
 def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
+    """A second run with the same `--work` directory reads the blocks from there."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     work = ["--work", str(tmp_path / "work")]
     assert distill(tmp_path, teacher, *work) == 0
     first = json.loads((tmp_path / "out" / "figures.json").read_text())
+
     module = "neobert.distillation.command.initialize_blocks"
-    monkeypatch.setattr(module, lambda *arguments: pytest.fail("the blocks are stored"))
+    monkeypatch.setattr(module, lambda *arguments: pytest.fail("the transfer was repeated"))
     (tmp_path / "out").rename(tmp_path / "first")
+
     assert distill(tmp_path, teacher, *work) == 0
     second = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert second["comparison"] == first["comparison"]
@@ -334,6 +373,7 @@ def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
     ],
 )
 def test_students_that_do_not_fit_are_refused(tmp_path, tokenizer_dir, capsys, options, message):
+    """Options that do not fit the teacher end with an error, and no model is written."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     assert distill(tmp_path, teacher, *options) == 2
     assert message in capsys.readouterr().err
@@ -361,21 +401,25 @@ def test_other_architectures_are_refused():
 
 
 def test_the_layers_of_the_teacher_can_be_trained_themselves(tmp_path, tokenizer_dir):
+    """The pruned teacher keeps layers 0 and 2, and its training improves its embeddings."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     options = ["--teacher-layers", "0", "2", "--freeze-embeddings", "--learning-rate", "1e-3"]
     options += ["--max-steps", "40", "--eval-steps", "40"]
     assert pruned_teacher.main(arguments_for(tmp_path, teacher, *options)) == 0
 
-    whole = SentenceTransformer(teacher, device="cpu")[0].auto_model
+    teacher_model = SentenceTransformer(teacher, device="cpu")[0].auto_model
     trained = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     bert = trained[0].auto_model
     assert len(bert.encoder.layer) == bert.config.num_hidden_layers == 2
     assert torch.equal(
-        bert.embeddings.word_embeddings.weight, whole.embeddings.word_embeddings.weight
+        bert.embeddings.word_embeddings.weight, teacher_model.embeddings.word_embeddings.weight
     )
-    # The layers are 0 and 2: their weights have moved little, compared with another layer.
+
+    # The second layer is layer 2 of the teacher: its weights are much nearer to those of layer 2
+    # than to those of the other layers, and they have changed.
     weights = [
-        layer.intermediate.dense.weight for layer in (bert.encoder.layer[1], *whole.encoder.layer)
+        layer.intermediate.dense.weight
+        for layer in (bert.encoder.layer[1], *teacher_model.encoder.layer)
     ]
     distances = [float((weights[0] - weight).detach().norm()) for weight in weights[1:]]
     assert 0 < distances[2] < 0.2 * min(distances[:2])
@@ -385,18 +429,21 @@ def test_the_layers_of_the_teacher_can_be_trained_themselves(tmp_path, tokenizer
 
 
 def test_groups_of_one_length_give_the_embeddings_of_the_batch(tmp_path, tokenizer_dir):
+    """Groups of texts of similar length give the embeddings of one batch, with less padding."""
     model = SentenceTransformer(write_teacher(tmp_path, tokenizer_dir), device="cpu").eval()
     texts = [" ".join(["a bird"] * (7 * i % 20 + 1)) for i in range(40)]
     features = model.preprocess(texts)
     expected = model(dict(features))["sentence_embedding"]
-    padded = []
+    padding_counts = []
 
     def forward(group):
-        padded.append(int((group["attention_mask"] == 0).sum()))
-        return module(group)
+        padding_counts.append(int((group["attention_mask"] == 0).sum()))
+        return transformer_forward(group)
 
-    module = model[0].forward
+    transformer_forward = model[0].forward
+
     output = pruned_teacher.forward_in_groups(forward, features)
     embeddings = model[2](model[1](output))["sentence_embedding"]
+
     assert (embeddings - expected).abs().max() < 1e-5
-    assert sum(padded) < 0.5 * int((features["attention_mask"] == 0).sum())
+    assert sum(padding_counts) < 0.5 * int((features["attention_mask"] == 0).sum())

@@ -1,4 +1,4 @@
-"""Check the methods of `PackedEncoder` against sentence-transformers, and the examples."""
+"""Tests of the methods of `PackedEncoder`: they return the results of sentence-transformers."""
 
 import doctest
 import inspect
@@ -35,8 +35,9 @@ def make_pair(model_folder):
     return model, PackedEncoder(model, device="cpu")
 
 
-def close(ours, expected):
-    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+def close(embeddings, expected):
+    """Check that embeddings are equal, except for rounding errors."""
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +64,10 @@ def test_embeddings_are_those_of_sentence_transformers(pair, method, arguments):
 def test_precisions_are_those_of_sentence_transformers(pair, precision):
     model, encoder = pair
     expected = model.encode(TEXTS, precision=precision)
-    ours = encoder.encode(TEXTS, precision=precision)
-    assert ours.dtype == expected.dtype and ours.shape == expected.shape
-    # Values at the bound between two codes may be rounded either way.
-    assert (ours != expected).mean() < 0.01
+    embeddings = encoder.encode(TEXTS, precision=precision)
+    assert embeddings.dtype == expected.dtype and embeddings.shape == expected.shape
+    # A value at the boundary between two codes may be rounded up or down.
+    assert (embeddings != expected).mean() < 0.01
 
 
 def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):
@@ -77,6 +78,7 @@ def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):
 
 
 def test_one_text_is_one_embedding(pair):
+    """A single text has an embedding without a batch dimension."""
     model, encoder = pair
     assert encoder.encode(TEXTS[0]).shape == (64,)
     assert encoder.encode([]).shape == (0, 64)
@@ -84,10 +86,12 @@ def test_one_text_is_one_embedding(pair):
 
 
 def test_similarity_is_that_of_the_model(pair, monkeypatch):
+    """The similarity function is the cosine by default, and otherwise that of the model."""
     model, encoder = pair
     embeddings = encoder.encode(TEXTS)
     exact = torch.nn.functional.normalize(torch.from_numpy(embeddings), dim=1)
     close(encoder.similarity(embeddings, embeddings[:3]).numpy(), (exact @ exact[:3].T).numpy())
+
     monkeypatch.setattr(model, "similarity_fn_name", "dot")
     close(encoder.similarity(embeddings[0], embeddings).numpy(), embeddings[:1] @ embeddings.T)
 
@@ -99,35 +103,41 @@ def test_wrong_arguments_are_refused(pair):
     for size in (0, 65):
         with pytest.raises(UserError, match=f"`truncate_dim` must be between 1 and 64, got {size}"):
             encoder.encode(TEXTS, truncate_dim=size)
-    # A prompt was the second argument before `prompt_name` was.
+    # In older versions, the second argument was a prompt, so it must not become a prompt name.
     with pytest.raises(TypeError):
         encoder.encode(TEXTS, "find: ")
 
 
 def test_arguments_have_the_names_of_sentence_transformers():
+    """All arguments have the names of sentence-transformers, except for `texts`."""
     for name in ("encode", "encode_query", "encode_document"):
-        ours = inspect.signature(getattr(PackedEncoder, name)).parameters
-        theirs = inspect.signature(getattr(SentenceTransformer, name)).parameters
-        assert [*ours][2:] and {*ours} - {*theirs} == {"texts"}
+        parameters = inspect.signature(getattr(PackedEncoder, name)).parameters
+        library_parameters = inspect.signature(getattr(SentenceTransformer, name)).parameters
+        assert [*parameters][2:] and {*parameters} - {*library_parameters} == {"texts"}
 
 
 def test_white_space_reaches_the_tokenizer(pair, monkeypatch):
-    """sentence-transformers 6 does not strip texts, which matters for byte-level tokenizers."""
+    """The tokenizer gets the white space of a text, which matters for byte-level tokenizers.
+
+    sentence-transformers 6 does not strip texts.
+    """
     encoder = pair[1]
-    seen = []
+    tokenized_texts = []
 
     def tokenize(texts, **options):
-        seen.extend(texts)
-        return real(texts, **options)
+        tokenized_texts.extend(texts)
+        return original_tokenizer(texts, **options)
 
-    real = encoder._tokenizer
+    original_tokenizer = encoder._tokenizer
+
     monkeypatch.setattr(encoder, "_tokenizer", tokenize)
     encoder.encode([" a text\n"], prompt=" find: ")
-    assert seen == [" find:  a text\n"]
+    assert tokenized_texts == [" find:  a text\n"]
 
 
 @pytest.mark.parametrize("name", ["PackedEncoder", "quantize_int8"])
 def test_examples_of_docstrings_run(name, monkeypatch):
+    """The examples in docstrings return the values that they show."""
     monkeypatch.chdir(ROOT)
     finder = doctest.DocTestFinder(recurse=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -1,8 +1,4 @@
-"""Test `PackedEncoder`.
-
-Embeddings equal those of SentenceTransformer, batches keep the token budget, and `auto` selects the
-fastest dtype of a CPU.
-"""
+"""Tests of `PackedEncoder`: embeddings, batches, the CPU forward pass, lengths, and dtypes."""
 
 import numpy as np
 import pytest
@@ -44,27 +40,36 @@ SMALL = {
 }
 
 
-def close(found, expected, tolerance=1e-5):
-    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+def close(embeddings, expected, tolerance=1e-5):
+    """Check that embeddings are equal up to a tolerance relative to the largest value."""
+    np.testing.assert_allclose(
+        embeddings, expected, atol=tolerance * np.abs(expected).max(), rtol=0
+    )
 
 
 @pytest.mark.parametrize("length", [64, 8])
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, include_prompt, length):
-    """Without the prompt in the pooling, as models of Instructor's kind have it, batches are
-    padded; a prompt that fills the length leaves the last token to the pooling."""
+    """Embeddings equal those of SentenceTransformer for all poolings, also of truncated texts.
+
+    Instructor models exclude the prompt from the pooling. Their batches are padded instead of
+    packed. A prompt that is longer than the maximum length leaves the last token for the pooling.
+    """
     texts = [*texts_of_many_lengths(40), "", "  padded with blanks  ", "word " * 200]
     transformer = Transformer(str(model_folder), max_seq_length=length)
     modules = [transformer, Pooling(64, pooling, include_prompt=include_prompt), Normalize()]
     model = SentenceTransformer(modules=modules, device="cpu")
+
     encoder = PackedEncoder(model, batch_tokens=150, dtype="float32", device="cpu")
     assert encoder.packs == include_prompt
+
     prompt = "find the cat that sat on the mat: "
     close(encoder.encode(texts, prompt=prompt), model.encode(texts, prompt=prompt))
 
 
 def make_bert(folder, tokenizer_dir, positions):
+    """Save a small BERT with a number of positions, and return its directory."""
     torch.manual_seed(0)
     BertModel(BertConfig(**SMALL, max_position_embeddings=positions)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
@@ -72,101 +77,144 @@ def make_bert(folder, tokenizer_dir, positions):
 
 
 def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
+    """Other architectures run in SentenceTransformer itself, and give the same embeddings."""
     folder = make_bert(tmp_path, tokenizer_dir, 128)
     encoder = PackedEncoder(folder, batch_tokens=200, dtype="float32", device="cpu")
     texts = texts_of_many_lengths(30)
-    assert not encoder.packs, "only NeoBERT takes packed input on every attention implementation"
+    assert not encoder.packs, "only NeoBERT supports packing with every attention implementation"
     close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
 
 
 def test_batches_hold_the_token_budget_and_every_text_once(reference):
+    """Batches contain each text once, and keep the token budget unless a single text exceeds it."""
     encoder = PackedEncoder(reference, batch_tokens=100, dtype="float32", device="cpu")
     lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
     batches = list(encoder.batches(lengths))
-    assert sorted(np.concatenate(batches)) == list(range(8)), "every text is in one batch"
+    assert sorted(np.concatenate(batches)) == list(range(8)), "each text must be in one batch"
     assert all(lengths[batch].sum() <= 100 or len(batch) == 1 for batch in batches)
-    assert len(batches) == 5, "greedy, by length"
+    assert len(batches) == 5, "texts that are sorted by length need five batches"
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
-    """oneDNN builds its kernels anew for each. What is added changes no vector."""
+    """Batches have few different numbers of rows, and unused rows do not change the embeddings.
+
+    oneDNN builds a kernel for every number of rows.
+    """
     encoder = PackedEncoder(str(model_folder), pooling=pooling, dtype=dtype, device="cpu")
-    tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
-    alone = np.concatenate([encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)])
-    run = FloatBlock.__call__
+    tokens = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12]
+    row_counts = []
+    expected = np.concatenate(
+        [encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)]
+    )
+
+    block_call = FloatBlock.__call__
     monkeypatch.setattr(
         FloatBlock,
         "__call__",
-        lambda self, hidden, layout: seen.append(len(hidden)) or run(self, hidden, layout),
+        lambda self, hidden, layout: (
+            row_counts.append(len(hidden)) or block_call(self, hidden, layout)
+        ),
     )
-    found = encoder.embed(tokens)
+    embeddings = encoder.embed(tokens)
     encoder.embed(tokens[:5])
-    assert seen == [1152, 1152, 93, 93], "two blocks, and unused rows from 129 tokens on"
-    close(found, alone, 1e-5 if dtype == "float32" else 2e-2)
+
+    # Two blocks run in each of two batches, of 12 * 93 and of 93 tokens.
+    assert row_counts == [1152, 1152, 93, 93], "only batches of more than 128 tokens are rounded up"
+    close(embeddings, expected, 1e-5 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_model_runs_in_place_of_the_forward_for_the_cpu(model_folder, dtype, monkeypatch):
-    """For example with another attention implementation. Batches of the model have few numbers of
-    tokens, and its embeddings are the same."""
+    """The model itself runs if the CPU forward pass does not support it, with the same embeddings.
+
+    The attention implementation "eager" is not supported. The batches of the model have few
+    different numbers of tokens, too.
+    """
     encoder = PackedEncoder(str(model_folder), dtype=dtype, device="cpu")
-    tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
+    tokens = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12]
+    token_counts = []
     expected = encoder.embed(tokens)
+
     encoder = PackedEncoder(
         str(model_folder), dtype=dtype, device="cpu", attn_implementation="eager"
     )
-    model, forward = encoder.sentence_transformer[0].auto_model, NeoBERTModel.forward
+    model = encoder.sentence_transformer[0].auto_model
+    forward = NeoBERTModel.forward
     monkeypatch.setattr(
         type(model),
         "forward",
-        lambda self, **given: seen.append(given["input_ids"].shape[1]) or forward(self, **given),
+        lambda self, **inputs: (
+            token_counts.append(inputs["input_ids"].shape[1]) or forward(self, **inputs)
+        ),
     )
+
     close(encoder.embed(tokens), expected, 1e-5 if dtype == "float32" else 2e-2)
     encoder.embed(tokens[:5])
-    assert seen == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
+    assert token_counts == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
 
 
 @pytest.mark.parametrize("change", ["attention", "hook", "rope", "gelu"])
 def test_the_forward_for_the_cpu_leaves_other_models_alone(tiny_config, change):
+    """`CpuForward` does not support models that it would not reproduce."""
     fields = {"hidden_act": "gelu"} if change == "gelu" else {}
     if change == "rope":
         fields["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+
     model = NeoBERTModel(NeoBERTConfig(**tiny_config, **fields)).eval()
     if change == "attention":
         model.set_attn_implementation("eager")
     if change == "hook":
         model.transformer_encoder[0].register_forward_hook(lambda *values: None)
+
     assert not CpuForward.supports(model)
     assert CpuForward.supports(NeoBERTModel(NeoBERTConfig(**tiny_config)).eval())
 
 
 def test_hidden_states_without_prepacked_weights_are_the_same(tiny_config, monkeypatch):
-    """As on a CPU whose prepacked products do not give the same bits in every batch."""
+    """The fallback without prepacked weights gives the same hidden states.
+
+    It is used on CPUs whose prepacked products do not have the same bits in every batch.
+    """
     config = NeoBERTConfig(**tiny_config, decoder_init_range=0.1)
     model = NeoBERTModel(config).eval().requires_grad_(False)
     texts = [np.arange(start, start + n) for start, n in ((5, 1), (6, 9), (40, 9), (50, 30))]
-    exact = [model(input_ids=torch.from_numpy(ids)[None])[0][0] for ids in texts]
+
+    expected = [model(input_ids=torch.from_numpy(ids)[None])[0][0] for ids in texts]
     packed = CpuForward(model)(texts)
-    monkeypatch.setattr(packed_linear, "same_bits_in_any_batch", lambda *given: False)
-    plain = CpuForward(model)(texts)
-    for states in (packed, plain):
-        torch.testing.assert_close(states, torch.cat(exact), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(packed_linear, "same_bits_in_any_batch", lambda *arguments: False)
+    unpacked = CpuForward(model)(texts)
+
+    for states in (packed, unpacked):
+        torch.testing.assert_close(states, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_the_check_of_prepacked_products_sees_other_bits(monkeypatch):
-    packed_linear.same_bits_in_any_batch.cache_clear()
-    assert packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
-    packed_linear.same_bits_in_any_batch.cache_clear()
-    real = packed_linear._product
-    monkeypatch.setattr(
-        packed_linear, "_product", lambda x, weight: real(x, weight) + 1e-6 * (len(x) == 17)
-    )
-    assert not packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
-    monkeypatch.setattr(packed_linear, "_pack", lambda weight: weight + 1)
-    packed_linear.same_bits_in_any_batch.cache_clear()
-    assert not packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
+    """The check refuses products that depend on the number of rows, or have a wrong weight.
+
+    The result of the check is cached, so the cache is cleared before each call.
+    """
+    product = packed_linear._product
+    pack = packed_linear._pack
+
+    def result_of_the_check():
+        packed_linear.same_bits_in_any_batch.cache_clear()
+        return packed_linear.same_bits_in_any_batch(48, 32, torch.float32)
+
+    assert result_of_the_check()
+
+    # A product of 17 rows differs slightly.
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            packed_linear, "_product", lambda x, weight: product(x, weight) + 1e-6 * (len(x) == 17)
+        )
+        assert not result_of_the_check()
+
+    # The packed weight is wrong.
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_linear, "_pack", lambda weight: pack(weight + 1))
+        assert not result_of_the_check()
     packed_linear.same_bits_in_any_batch.cache_clear()
 
 
@@ -177,43 +225,59 @@ def test_a_token_id_outside_of_the_vocabulary_is_refused(model_folder):
 
 
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
+    """The token budget of padded batches includes the padding."""
     encoder = PackedEncoder(reference, batch_tokens=50, dtype="float32", device="cpu")
     monkeypatch.setattr(encoder, "packs", False)
     lengths = np.array([40, 10, 10, 15, 10, 40])
     batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]
-    assert batches == [[10, 10, 10], [15], [40], [40]], "n texts cost n times the longest"
+    assert batches == [[10, 10, 10], [15], [40], [40]], (
+        "N texts must count as N times the longest text"
+    )
 
 
 def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
+    """`max_length` is by default that of the sentence encoder, and at most that of the model."""
     modules = [Transformer(str(model_folder), max_seq_length=20), Pooling(64, "mean")]
     SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
-    for given, length in ((None, 20), (16, 16), (40, 40), (1000, 64)):
-        encoder = PackedEncoder(str(tmp_path), max_length=given, dtype="float32", device="cpu")
-        assert encoder.max_length == length == len(encoder.tokenize(["word " * 200])[0])
+    for max_length, expected in ((None, 20), (16, 16), (40, 40), (1000, 64)):
+        encoder = PackedEncoder(str(tmp_path), max_length=max_length, dtype="float32", device="cpu")
+        assert encoder.max_length == expected == len(encoder.tokenize(["word " * 200])[0])
 
 
 def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_folder):
+    """`tokenize` appends the lengths of texts before truncation, with fast and slow tokenizers."""
+
     texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
     expected = [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
-    encoder, found = PackedEncoder(reference, dtype="float32", device="cpu"), []
-    kept = encoder.tokenize(texts, "find: ", found)
-    assert found == expected and len(kept[0]) == 64 < found[0]
-    fast, found = encoder._tokenizer, []
-    # as a tokenizer in Python answers
-    encoder._tokenizer = lambda *given, **options: BatchEncoding(fast(*given, **options).data)
-    encoder.tokenize(texts, "find: ", found)
-    assert found == expected
+    encoder = PackedEncoder(reference, dtype="float32", device="cpu")
+    lengths = []
+    tokens = encoder.tokenize(texts, "find: ", lengths)
+    assert lengths == expected and len(tokens[0]) == 64 < lengths[0]
+
+    fast_tokenizer = encoder._tokenizer
+    lengths = []
+    # A tokenizer written in Python returns a BatchEncoding without the encodings of a fast one.
+    encoder._tokenizer = lambda *arguments, **options: BatchEncoding(
+        fast_tokenizer(*arguments, **options).data
+    )
+    encoder.tokenize(texts, "find: ", lengths)
+    assert lengths == expected
 
 
 def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
+    """`max_length` is limited by the number of positions that the model can use."""
     folder = make_bert(tmp_path, tokenizer_dir, 40)
     encoder = PackedEncoder(folder, max_length=1024, dtype="float32", device="cpu")
     roberta = RobertaModel(RobertaConfig(**SMALL, max_position_embeddings=42))
-    assert position_limit(roberta) == 40, "RoBERTa's positions start at 2"
+    assert position_limit(roberta) == 40, "the positions of RoBERTa start at 2"
     assert encoder.max_length == 40 and encoder.encode(["word " * 300]).shape == (1, 32)
 
 
 def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, monkeypatch):
+    """The error contains the index of the first text whose embedding is not finite.
+
+    Batches are sorted by length, so a later text may be encoded first.
+    """
     encoder = PackedEncoder(reference, dtype="float32", device="cpu")
     values = {7: 1.0, 8: float("inf"), 9: float("nan")}
     monkeypatch.setattr(
@@ -223,30 +287,37 @@ def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, mon
             [[values[ids[0]]] * encoder.embedding_dimension for ids in batch]
         ),
     )
+
     tokens = [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
+
     message = "must be finite, got .* in float32. .* weights are damaged"
     with pytest.raises(NotFinite, match=message) as caught:
         encoder.embed(tokens)
-    assert caught.value.index == 2, "the first of those that are not finite, in the order given"
+    assert caught.value.index == 2, "the index must be the first one in the order of the input"
 
 
+# GFLOP/s per core, by the dtype that is expected.
 RATES = {
-    # GFLOP/s a core: AMX with FP16; AMX; AVX-512 with FP16 as fast as float32; no 16 bits; 16 bits
-    # that are slow alike.
+    # A CPU with AMX for float16 and bfloat16.
     "float16": {"float32": 100, "float16": 711, "bfloat16": 800},
+    # A CPU with AMX for bfloat16 only.
     "bfloat16": {"float32": 140, "float16": 140, "bfloat16": 990},
+    # A CPU whose float16 is less than twice as fast as float32.
     "float32": {"float32": 140, "float16": 270, "bfloat16": 150},
+    # A CPU without instructions for 16-bit types.
     "float32 ": {"float32": 150, "float16": 13, "bfloat16": 13},
 }
 
 
 @pytest.mark.parametrize("name", RATES)
 def test_the_fastest_dtype_of_a_cpu(name, monkeypatch, caplog):
+    """`auto` selects the dtype by measured speeds, and logs them; other values measure nothing."""
     caplog.set_level("INFO", "neobert.loading")
     loading._fastest_on_cpu.cache_clear()
     monkeypatch.setattr(
         loading, "matrix_rates", lambda: {dtype: 1e9 * rate for dtype, rate in RATES[name].items()}
     )
+
     assert loading.choose_dtype("auto", "cpu") == getattr(torch, name.strip())
     assert f"dtype {name.strip()}, from matrix products" in caplog.text
     assert f"float32 {RATES[name]['float32']}" in caplog.text

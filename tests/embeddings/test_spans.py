@@ -1,8 +1,4 @@
-"""Test how a long text is split into windows.
-
-Windows start at sentence ends where there are any, every token is in a window, and offsets
-increase.
-"""
+"""Tests of the division of a long text into windows."""
 
 import random
 import re
@@ -13,19 +9,22 @@ from neobert.embeddings.spans import Span, spans
 
 
 def words(text):
-    """The places of words and of single other characters, as a tokenizer tells them."""
+    """Return the offsets of words and of other characters, like a tokenizer."""
     return [match.span() for match in re.finditer(r"\w+|[^\w\s]", text)]
 
 
 def characters(text):
-    return [(place, place + 1) for place, char in enumerate(text) if not char.isspace()]
+    """Return the offsets of all characters except white space."""
+    return [(index, index + 1) for index, char in enumerate(text) if not char.isspace()]
 
 
 def divided(text, window, overlap, offsets=words):
+    """Return the texts of the windows."""
     return [text[span.start : span.end] for span in spans(text, offsets(text), window, overlap)]
 
 
-CASES = {  # text, window, overlap: windows; a word and a full stop are a token each
+# {name: ((text, window, overlap), windows)}. A word is a token, and so is a full stop.
+CASES = {
     "one sentence each": (("A b c. D e f. G h i.", 5, 0), ["A b c.", "D e f.", "G h i."]),
     "as many sentences as fit": (("A b. C d. E f. G h.", 7, 0), ["A b. C d.", "E f. G h."]),
     "neighbors share complete sentences": (
@@ -66,12 +65,16 @@ CASES = {  # text, window, overlap: windows; a word and a full stop are a token 
 
 @pytest.mark.parametrize("name", CASES)
 def test_where_a_text_is_divided(name):
+    """Check the windows of a text."""
     arguments, expected = CASES[name]
     assert divided(*arguments) == expected
 
 
 def test_chinese_and_japanese():
-    """No white space: sentences end at their own marks, and a longer one after any character."""
+    """Check texts without white space.
+
+    Windows end at the marks that end a sentence. A longer sentence is divided after any character.
+    """
     text = "我爱你。他说「走吧。」她走了！今天天气很好非常好"
     expected = ["我爱你。", "他说「走吧。", "」她走了！", "今天天气很好", "非常好"]
     assert divided(text, 6, 0, characters) == expected
@@ -80,7 +83,10 @@ def test_chinese_and_japanese():
 
 
 def test_a_character_of_several_tokens_is_not_divided():
-    """Byte-level tokenizers give an emoji four tokens, all of them with its place."""
+    """The four tokens of an emoji, which have the same offsets, stay in one window.
+
+    Byte-level tokenizers divide a character into several tokens.
+    """
     text = "ab 🦉🦉 c"
     offsets = [(0, 2), (3, 4), (3, 4), (3, 4), (3, 4), (4, 5), (4, 5), (4, 5), (4, 5), (6, 7)]
     windows = spans(text, offsets, 6, 0)
@@ -89,11 +95,15 @@ def test_a_character_of_several_tokens_is_not_divided():
         (1, 5, "🦉"),
         (5, 10, "🦉 c"),
     ]
-    small = spans("🦉", [(0, 1)] * 4, 3, 1)
-    assert [(s.first, s.stop) for s in small] == [(0, 3), (2, 4)], "where it must be"
+
+    small_windows = spans("🦉", [(0, 1)] * 4, 3, 1)
+    assert [(s.first, s.stop) for s in small_windows] == [(0, 3), (2, 4)], (
+        "a character with more tokens than a window must be divided"
+    )
 
 
 def test_a_tokenizer_that_counts_the_space_to_the_word():
+    """Windows have no white space at their start if the offsets of a word include it."""
     text = "Ab cd. Ef gh."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 13)]
     windows = spans(text, offsets, 4, 0)
@@ -101,25 +111,30 @@ def test_a_tokenizer_that_counts_the_space_to_the_word():
 
 
 def test_every_token_is_in_a_window_and_offsets_increase():
+    """Check the guarantees of `spans` on random texts."""
     generator = random.Random(0)
-    pieces = [*'a .。é🦉中)"', "bc", "def", "  ", "\n", "\n\n", "! ", "? A"]
+    parts_of_text = [*'a .。é🦉中)"', "bc", "def", "  ", "\n", "\n\n", "! ", "? A"]
     for trial in range(400):
-        text = "".join(generator.choices(pieces, k=generator.randrange(60)))
+        text = "".join(generator.choices(parts_of_text, k=generator.randrange(60)))
         offsets = (characters if trial % 2 else words)(text)
         window = generator.randrange(1, 12)
         overlap = generator.randrange(window)
+
         windows = spans(text, offsets, window, overlap)
         case = repr((text, window, overlap, windows))
+
         if not offsets:
             assert windows == [Span(0, 0, 0, 0)], case
             continue
+
         assert {i for s in windows for i in range(s.first, s.stop)} == {*range(len(offsets))}, case
         assert all(0 < s.stop - s.first <= window for s in windows), case
         assert all(0 <= s.start < s.end <= len(text) for s in windows), case
         assert all(
             (s.start, s.end) == (offsets[s.first][0], offsets[s.stop - 1][1]) for s in windows
         )
-        for one, other in zip(windows, windows[1:]):
-            assert one.start < other.start and one.end < other.end, case
-            assert one.first < other.first <= one.stop < other.stop, case
-            assert one.stop - other.first <= overlap, case
+
+        for current, following in zip(windows, windows[1:]):
+            assert current.start < following.start and current.end < following.end, case
+            assert current.first < following.first <= current.stop < following.stop, case
+            assert current.stop - following.first <= overlap, case

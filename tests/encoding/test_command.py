@@ -1,9 +1,4 @@
-"""Test `neobert encode`.
-
-Embeddings equal those of SentenceTransformer, readers of parquet folders read the parts as one
-table, finished parts are kept, parts of other settings are refused, and other files are not
-touched.
-"""
+"""Tests of `neobert encode`: the output, additions to an output, refused settings, and shards."""
 
 import json
 import re
@@ -46,23 +41,31 @@ from neobert.encoding.options import OPTIONS
 
 
 # ------------------------------------------------------------------------------------------------
-# what is written
+# output
 
 
 def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, encoder, tmp_path):
+    """Parquet readers read the directory as one table, whose embeddings are in the input order."""
     import datasets
 
-    out, texts = tmp_path / "out", texts_of_many_lengths(70)
+    out = tmp_path / "out"
+    texts = texts_of_many_lengths(70)
     summary = embed(corpus, out, model_folder, encoder, rows=16)
     assert sorted(bits(out)) == ["_metadata.json", *(f"corpus-{i:05d}.parquet" for i in range(5))]
-    table, vectors = read_parquet(out)
+
+    table, embeddings = read_parquet(out)
     expected = reference.encode(texts)
-    np.testing.assert_allclose(vectors, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
     assert table.column_names == ["id", "embedding"]
     assert table["id"].to_pylist() == [f"row-{i}" for i in range(70)]
+
     assert pandas.read_parquet(out)["id"].tolist() == table["id"].to_pylist()
     rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
-    assert rows["id"][:] == table["id"].to_pylist() and np.array_equal(rows["embedding"], vectors)
+    assert rows["id"][:] == table["id"].to_pylist() and np.array_equal(
+        rows["embedding"], embeddings
+    )
+
     assert summary.missing == [] and summary.texts == summary.embeddings == 70
     assert (
         asdict(summary.truncation) == cut_of(model_folder, texts) and summary.truncation.texts > 5
@@ -73,9 +76,12 @@ def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, 
 def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
     model_folder, tmp_path, dtype
 ):
+    """The embedding of a text does not depend on the part, shard, order or batch of the text."""
     rows = [{"id": str(i), "text": text} for i, text in enumerate(texts_of_many_lengths(60))]
     write_jsonl(tmp_path / "a.jsonl", rows)
     write_jsonl(tmp_path / "b.jsonl", rows[::-1])
+
+    # {id: bytes of the embedding} of each run.
     outputs = []
     for name, options in (
         ("a", {"rows": 7}),
@@ -84,15 +90,20 @@ def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
     ):
         out = tmp_path / f"out-{len(outputs)}"
         embed(tmp_path / f"{name}.jsonl", out, model_folder, dtype=dtype, **options)
-        table, vectors = read_parquet(out)
+        table, embeddings = read_parquet(out)
         outputs.append(
-            {key: vector.tobytes() for key, vector in zip(table["id"].to_pylist(), vectors)}
+            {
+                key: embedding.tobytes()
+                for key, embedding in zip(table["id"].to_pylist(), embeddings)
+            }
         )
+
     assert outputs[0] == outputs[1] and len(outputs[0]) == 60
     assert outputs[2].items() <= outputs[0].items() and 20 < len(outputs[2]) < 40
 
 
 def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, reference, tmp_path):
+    """Check copied columns of several types, and normalized float16 embeddings with a prompt."""
     texts = texts_of_many_lengths(20)
     columns = {
         "text": pyarrow.array(texts, pyarrow.large_string()),
@@ -103,16 +114,20 @@ def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, r
     }
     source = tmp_path / "corpus.parquet"
     pyarrow.parquet.write_table(pyarrow.table(columns), source, row_group_size=6)
+
     options = ["--keep", "id,when,tags,kind,text", "--normalize", "--output-dtype", "float16"]
     options += ["--model", str(model_folder), "--prompt", "find: ", "--dtype", "float32"]
     assert main([str(source), str(tmp_path / "out.parquet"), "--rows", "8", *options]) == 0
-    table, vectors = read_parquet(tmp_path / "out.parquet")
+
+    table, embeddings = read_parquet(tmp_path / "out.parquet")
     assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float16(), 64)
+
     for name, values in columns.items():
         assert table.schema.field(name).type == values.type
         assert table[name].to_pylist() == values.to_pylist()
+
     expected = reference.encode(texts, prompt="find: ", normalize_embeddings=True)
-    np.testing.assert_allclose(vectors, expected, atol=2e-3)
+    np.testing.assert_allclose(embeddings, expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("output_dtype", ["float32", "int8", "binary"])
@@ -120,46 +135,67 @@ def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, r
 def test_small_vectors_are_those_of_the_library(
     corpus, model_folder, reference, tmp_path, output_dtype, dims
 ):
-    """int8 by the ranges of the first vectors, shared by all parts; what is cut is scaled anew."""
+    """Truncated and quantized embeddings equal those of sentence-transformers.
+
+    Truncated embeddings are normalized again. The ranges of int8 are those of the first embeddings,
+    and all parts have the same ranges.
+    """
     model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
     model.save_pretrained(str(tmp_path / "model"))
     options = {"output_dtype": output_dtype, "truncate_dim": dims, "rows": 16}
     embed(corpus, tmp_path / "out", tmp_path / "model", **options)
+
     metadata = json.loads((tmp_path / "out" / "_metadata.json").read_text())
     table, embeddings = read_parquet(tmp_path / "out")
     expected = model.encode(texts_of_many_lengths(70), truncate_dim=dims, normalize_embeddings=True)
-    width = dims or 64
-    assert metadata["dimension"] == width and metadata["output_dtype"] == output_dtype
-    kind = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
-    size = -(-width // 8) if output_dtype == "binary" else width
-    assert table.schema.field("embedding").type == pyarrow.list_(kind, size)
+
+    dimension = dims or 64
+    assert metadata["dimension"] == dimension and metadata["output_dtype"] == output_dtype
+    value_type = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
+    size = -(-dimension // 8) if output_dtype == "binary" else dimension
+    assert table.schema.field("embedding").type == pyarrow.list_(value_type, size)
+
     if output_dtype == "float32":
         np.testing.assert_allclose(embeddings, expected, atol=1e-5)
     elif output_dtype == "binary":
-        bits = np.unpackbits((embeddings + 128).astype(np.uint8), axis=1)[:, :width]
-        clear = np.abs(expected) > 1e-5
-        assert np.array_equal(bits[clear], (expected > 0)[clear]) and clear.mean() > 0.99
+        binary_codes = np.unpackbits((embeddings + 128).astype(np.uint8), axis=1)[:, :dimension]
+        # Values close to 0 may be rounded to either bit.
+        has_clear_sign = np.abs(expected) > 1e-5
+        assert (
+            np.array_equal(binary_codes[has_clear_sign], (expected > 0)[has_clear_sign])
+            and has_clear_sign.mean() > 0.99
+        )
     else:
         low, high = np.array(metadata["ranges"])
         np.testing.assert_allclose((low, high), (expected.min(0), expected.max(0)), atol=1e-5)
-        step = (high - low) / 255  # a number is the middle of its step
+        # A code stands for the middle of its step.
+        step = (high - low) / 255
         assert np.abs(low + (embeddings + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
 
 
 def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_path):
-    """Shards that start at once, and texts that are added later, share them."""
-    source, texts = tmp_path / "corpus", texts_of_many_lengths(1100)
+    """The ranges are those of the first 1,000 texts of the input, in every shard.
+
+    Texts that are added later do not change them.
+    """
+    source = tmp_path / "corpus"
+    texts = texts_of_many_lengths(1100)
     write_jsonl(source / "b.jsonl", [{"text": text} for text in texts[:900]])
     write_jsonl(source / "c.jsonl", [{"text": text} for text in texts[900:]])
+
     metadata = []
     for shard in ("0/2", "1/2"):
         out = tmp_path / shard.replace("/", "-")
         embed(source, out, model_folder, encoder, output_dtype="int8", shard=shard)
         metadata.append((out / "_metadata.json").read_bytes())
     assert metadata[0] == metadata[1]
-    first = encoder.encode(texts[:1000])
+
+    first_embeddings = encoder.encode(texts[:1000])
     ranges = json.loads(metadata[0])["ranges"]
-    np.testing.assert_array_equal(np.float32(ranges), (first.min(0), first.max(0)))
+    np.testing.assert_array_equal(
+        np.float32(ranges), (first_embeddings.min(0), first_embeddings.max(0))
+    )
+
     write_jsonl(source / "a.jsonl", [{"text": "new"}])
     embed(source, tmp_path / "0-2", model_folder, encoder, output_dtype="int8")
     assert (tmp_path / "0-2" / "_metadata.json").read_bytes() == metadata[0]
@@ -175,15 +211,18 @@ def test_a_json_column_of_several_types_is_copied_as_text(model_folder, encoder,
     assert ids.to_pylist() == ["a-1", None, *others, "\u00e9"]
 
 
+# (values of a column, type of the output, values of the output).
 COLUMNS = [
     ([7, None, -2, 2**60], pyarrow.int64(), [7, None, -2, 2**60]),
     ([0.5, 3, None, 1.0], pyarrow.float64(), [0.5, 3.0, None, 1.0]),
     ([True, None, False, True], pyarrow.bool_(), [True, None, False, True]),
+    # float64 cannot represent 2^53 + 1.
     ([0.5, 2**53 + 1, None, 1], pyarrow.string(), ["0.5", str(2**53 + 1), None, "1"]),
     ([None] * 4, pyarrow.string(), [None] * 4),
 ]
 CELLS = [
     ("7 -2 0 12", pyarrow.int64(), [7, -2, 0, 12]),
+    # An integer would lose the zeros and the sign.
     ("007 1 2 3", pyarrow.string(), ["007", "1", "2", "3"]),
     ("+7 1 2 3", pyarrow.string(), ["+7", "1", "2", "3"]),
     ("0.5 1 2 3", pyarrow.string(), ["0.5", "1", "2", "3"]),
@@ -192,7 +231,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("values", "kind", "expected"), COLUMNS)
 def test_types_of_json_columns(model_folder, encoder, tmp_path, values, kind, expected):
-    """All parts have the type, also a part whose own values would have another one."""
+    """All parts have the type of the column, also a part whose values have another type."""
     source = write_jsonl(tmp_path / "a.jsonl", [{"id": value, "text": "a"} for value in values])
     embed(source, tmp_path / "out", model_folder, encoder, rows=1)
     ids = read_parquet(tmp_path / "out")[0]["id"]
@@ -202,6 +241,7 @@ def test_types_of_json_columns(model_folder, encoder, tmp_path, values, kind, ex
 
 @pytest.mark.parametrize(("values", "kind", "expected"), CELLS)
 def test_types_of_csv_columns(model_folder, encoder, tmp_path, values, kind, expected):
+    """A CSV column has integers if all cells are plain integers, and is text otherwise."""
     (tmp_path / "a.csv").write_text("id,text\n" + "".join(f"{id},5\n" for id in values.split()))
     embed(tmp_path / "a.csv", tmp_path / "out", model_folder, encoder, keep=["id,text"])
     table = read_parquet(tmp_path / "out")[0]
@@ -211,6 +251,7 @@ def test_types_of_csv_columns(model_folder, encoder, tmp_path, values, kind, exp
 
 
 def test_the_output_merges_with_its_source(model_folder, encoder, tmp_path):
+    """The ids of the output have the type that pandas infers for those of the input."""
     source = pandas.DataFrame({"id": [30, 10, 20], "text": ["a", "b", "c"], "n": [1, 2, 3]})
     source.to_csv(tmp_path / "a.csv", index=False)
     embed(tmp_path / "a.csv", tmp_path / "out", model_folder, encoder)
@@ -222,7 +263,7 @@ def test_the_output_merges_with_its_source(model_folder, encoder, tmp_path):
 
 
 def test_a_later_value_of_another_type_names_the_remedy(model_folder, encoder, tmp_path):
-    """A file that is added later does not change the types."""
+    """A file that is added later cannot change the type of a column. The error names a remedy."""
     write_jsonl(tmp_path / "corpus" / "a.jsonl", [{"id": 1, "text": "a"}])
     embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder)
     write_jsonl(tmp_path / "corpus" / "b.jsonl", [{"id": "x", "text": "a"}])
@@ -230,15 +271,18 @@ def test_a_later_value_of_another_type_names_the_remedy(model_folder, encoder, t
         UserError, match=r"'id' must have the type int64 .got \"x\".. Use --keep id:t"
     ):
         embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder)
+    # A column that is copied as text may contain any values.
     embed(tmp_path / "corpus", tmp_path / "text", model_folder, encoder, keep=["id:text"])
     assert read_parquet(tmp_path / "text")[0]["id"].to_pylist() == ["1", "x"]
 
 
 def test_what_made_the_vectors(corpus, model_folder, tmp_path):
+    """The manifest and the metadata of the parts contain the model and the settings."""
     options = {"pooling": "cls", "normalize": True, "prompt": "find: ", "max_length": 20}
     options |= {"dtype": "bfloat16", "output_dtype": "float16", "rows": 40}
     embed(corpus, tmp_path / "out", model_folder, **options)
-    vectors = json.loads((tmp_path / "out" / "_metadata.json").read_text())
+
+    manifest = json.loads((tmp_path / "out" / "_metadata.json").read_text())
     expected = {
         "model": model_folder.name,
         "revision": None,
@@ -252,26 +296,34 @@ def test_what_made_the_vectors(corpus, model_folder, tmp_path):
         "output_dtype": "float16",
         "dimension": 64,
     }
-    assert vectors.items() >= expected.items()
+
+    assert manifest.items() >= expected.items()
     part = pyarrow.parquet.read_metadata(tmp_path / "out" / "corpus-00001.parquet")
-    assert json.loads(part.metadata[b"neobert_vectors"]) == vectors
+    assert json.loads(part.metadata[b"neobert_vectors"]) == manifest
 
 
 def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_path, capsys):
-    out, argv = tmp_path / "out.parquet", ["--model", str(model_folder), "--dtype", "float32"]
+    """A single output file contains the rows of all parts, and is never changed by a second run."""
+    out = tmp_path / "out.parquet"
+    argv = ["--model", str(model_folder), "--dtype", "float32"]
     assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "out.parquet"}
+
     embed(corpus, tmp_path / "parts", model_folder, encoder)
     assert pyarrow.parquet.read_table(out).equals(pyarrow.parquet.read_table(tmp_path / "parts"))
-    cut = cut_of(model_folder, texts_of_many_lengths(70))
-    last = f"{cut['texts']} texts truncated by {cut['tokens']:,} tokens, the longest has "
-    last += f"{cut['longest']} tokens; all parts are complete\n"
+
+    # The output ends with the truncation statistics.
+    counts = cut_of(model_folder, texts_of_many_lengths(70))
+    last = f"{counts['texts']} texts truncated by {counts['tokens']:,} tokens, the longest has "
+    last += f"{counts['longest']} tokens; all parts are complete\n"
     assert "out.parquet: 70 texts; this run 70 texts of" in (output := capsys.readouterr().out)
     assert output.endswith(last)
+
     content = out.read_bytes()
     assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
     output = capsys.readouterr().out
     assert "70 texts; nothing new to encode" in output and output.endswith(last)
+
     with pytest.raises(UserError, match='`pooling` must be "mean" as in .*out.parquet, got "cls".'):
         main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
     corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
@@ -283,25 +335,31 @@ def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_pa
 
 
 # ------------------------------------------------------------------------------------------------
-# going on, adding, refusing
+# additions and refused settings
 
 
 def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder, tmp_path, capsys):
-    source, out = tmp_path / "corpus", tmp_path / "out"
+    """A new input file adds parts; the existing parts stay. A file that has changed is refused."""
+    source = tmp_path / "corpus"
+    out = tmp_path / "out"
     for name, count in (("b/one.jsonl.gz", 3), ("a.jsonl", 5)):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         frame = pandas.DataFrame({"id": [f"{name} {i}" for i in range(count)], "text": "a cat"})
         frame.to_json(source / name, orient="records", lines=True)
         embed(source, out, model_folder, encoder, rows=2)
+
     before = bits(out)
     assert sorted(before)[1:] == [
         f"{n}-0000{i}.parquet" for n, k in (("a", 3), ("b-one", 2)) for i in range(k)
     ]  # noqa: E501
-    (source / "c.jsonl").write_text("")  # as Spark writes
+
+    # Spark writes empty files of these forms. The model is loaded again, which changes nothing.
+    (source / "c.jsonl").write_text("")
     (source / "_SUCCESS.txt").write_text("")
-    summary = embed(source, out, model_folder, rows=2)  # with a model that is loaded again
+    summary = embed(source, out, model_folder, rows=2)
     assert (summary.texts, summary.encoded_texts, summary.missing) == (8, 0, [])
     assert bits(out).items() > before.items() and read_parquet(out)[0].num_rows == 8
+
     with open(source / "a.jsonl", "a") as file:
         file.write('{"id": "x", "text": "x"}\n')
     size = (source / "a.jsonl").stat().st_size
@@ -311,12 +369,14 @@ def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder,
 
 
 def test_nothing_is_loaded_when_nothing_is_missing(corpus, model_folder, tmp_path, monkeypatch):
+    """A complete output needs no encoder, also if the directory of the model has been moved."""
     embed(corpus, tmp_path / "out", model_folder)
-    moved = shutil.copytree(model_folder, tmp_path / "the same model elsewhere")
+    moved_model = shutil.copytree(model_folder, tmp_path / "the same model elsewhere")
     monkeypatch.setattr(PackedEncoder, "__init__", None)
-    assert embed(corpus, tmp_path / "out", moved).missing == []
+    assert embed(corpus, tmp_path / "out", moved_model).missing == []
 
 
+# Settings that change the output, with values that differ from those of the first run.
 CHANGES = {
     "text_column": "id",
     "keep": ["n"],
@@ -336,17 +396,22 @@ CHANGES = {
 def test_other_settings_are_refused_by_name_and_both_values(
     corpus, model_folder, encoder, tmp_path
 ):
+    """A run with other settings is refused; the error names the setting and both values."""
     embed(corpus, tmp_path / "out", model_folder, encoder)
     before = bits(tmp_path)
+
     values = {name: field.default for name, field in OPTIONS["encode"].fields.items()}
     values["dtype"] = "float32"
     for name, value in CHANGES.items():
         expected = f"`{name}` must be {json.dumps(values[name])} as in .*out, got "
         with pytest.raises(UserError, match=expected + re.escape(f"{json.dumps(value)}. Use")):
             embed(corpus, tmp_path / "out", model_folder, encoder, **{name: value})
-    free = {"device": "cpu", "batch_tokens": 9, "shard": "0/3", "trust_remote_code": True}
-    assert embed(corpus, tmp_path / "out", model_folder, encoder, **free).missing == []
+
+    # These options do not affect the embeddings.
+    allowed = {"device": "cpu", "batch_tokens": 9, "shard": "0/3", "trust_remote_code": True}
+    assert embed(corpus, tmp_path / "out", model_folder, encoder, **allowed).missing == []
     assert bits(tmp_path) == before
+
     model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(tmp_path / "model")
@@ -358,7 +423,7 @@ def test_other_settings_are_refused_by_name_and_both_values(
 
 
 def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path, monkeypatch):
-    """A measurement on another machine must not give one output two precisions."""
+    """A resumed run keeps its dtype, although `auto` may select another one on another machine."""
     monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "bfloat16")
     embed(corpus, tmp_path / "out", model_folder, dtype="auto", rows=16)
     before = bits(tmp_path / "out")
@@ -370,12 +435,14 @@ def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path
 
 @pytest.mark.parametrize("name", ["mine", "mine.parquet", "torn"])
 def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp_path, name):
+    """Files of other programs and damaged parts are refused and not changed."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "mine.parquet")
     embed(corpus, tmp_path / "torn", model_folder, encoder)
     part = tmp_path / "torn" / "corpus-00000.parquet"
     part.write_bytes(part.read_bytes()[:-9])
+
     before = bits(tmp_path)
     with pytest.raises(UserError, match="must be (new or )?an output of neobert encode, got"):
         embed(corpus, tmp_path / name, model_folder, encoder)
@@ -420,13 +487,14 @@ BAD = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, arguments, message):
+    """Invalid input ends with one error message, and no part is written."""
     shutil.copytree(model_folder, tmp_path / "model")
-    (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("")
     write_jsonl(tmp_path / "bad.jsonl", [{"text": "a"}, {"text": None}])
     for name in ("a.b.jsonl", "a.b.jsonl.gz"):
         (tmp_path / "twice").mkdir(exist_ok=True)
         (tmp_path / "twice" / name).write_text("")
+
     monkeypatch.chdir(tmp_path)
     model = [] if "--model" in arguments else ["--model", "model"]
     with pytest.raises(UserError, match=message):
@@ -435,13 +503,18 @@ def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, 
 
 
 def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder):
-    """float16 ends at 65,504, and the residual stream of a trained encoder may be larger."""
+    """The error names the input row whose embedding is not finite.
+
+    The largest value of float16 is 65,504. The residual stream of a trained encoder may be larger.
+    """
     model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
     with torch.no_grad():
         model.encoder.weight[2000:].fill_(3e5)
     model.save_pretrained(tmp_path / "model")
+
     (tmp_path / "a.txt").write_text("a cat\n\nthe dog\n")
     embed(tmp_path / "a.txt", tmp_path / "float32", tmp_path / "model")
+
     with pytest.raises(
         UserError, match="a.txt, row 1: .* got infinite or NaN values in float16. Use"
     ):
@@ -450,31 +523,43 @@ def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder)
 
 
 # ------------------------------------------------------------------------------------------------
-# shares, memory
+# shards
 
 
 @pytest.mark.parametrize("files", [1, 3, 100])
 def test_every_part_has_one_shard_and_shares_are_even(files):
+    """Each part belongs to exactly one shard, and shards have about the same number of parts."""
+
     parts = [(file, part) for file in range(files) for part in range(300 // files)]
     for count in (1, 3, 8):
-        owned = [
+        parts_per_shard = [
             [part for part in parts if Shard(number, count).owns(*part, files)]
             for number in range(count)
         ]
-        assert sorted(sum(owned, [])) == parts
-        assert max(map(len, owned)) - min(map(len, owned)) <= max(3, 300 / files)
-        readers = [len({file for file, _ in parts_of_shard}) for parts_of_shard in owned]
-        assert sum(readers) == files * (1 if files >= 8 * count else count), "who reads a file"
+        assert sorted(sum(parts_per_shard, [])) == parts
+        assert max(map(len, parts_per_shard)) - min(map(len, parts_per_shard)) <= max(
+            3, 300 / files
+        )
+        files_per_shard = [
+            len({file for file, _ in parts_of_shard}) for parts_of_shard in parts_per_shard
+        ]
+        assert sum(files_per_shard) == files * (1 if files >= 8 * count else count), (
+            "files are distributed whole only if there are at least eight per shard"
+        )
 
 
 def test_shards_of_launchers(monkeypatch):
+    """The default shard is the rank of torchrun, or else that of srun; `--shard` overrides both."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SLURM_PROCID", "0")  # in a batch script without srun
+    # A batch script without srun has no number of tasks.
+    monkeypatch.setenv("SLURM_PROCID", "0")
     assert Shard.from_text() == Shard(0, 1, 0) and Shard.from_text("3/64") == Shard(3, 64, 0)
+
     for name, value in (("PROCID", 5), ("STEP_NUM_TASKS", 8), ("LOCALID", 1)):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert Shard.from_text() == Shard(5, 8, 1) and Shard.from_text("3/64") == Shard(3, 64, 0)
+
     for name, value in (("RANK", 2), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
-    assert Shard.from_text() == Shard(2, 4, 0), "torchrun's numbers come first"
+    assert Shard.from_text() == Shard(2, 4, 0), "the variables of torchrun have priority"

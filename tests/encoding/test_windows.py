@@ -1,8 +1,4 @@
-"""Test `neobert encode --long-texts windows`.
-
-Embeddings equal those of the windows as texts, batches keep the token budget, and the output
-contains the position of each window.
-"""
+"""Tests of `neobert encode --long-texts windows`: embeddings, batches, positions, and errors."""
 
 import json
 import random
@@ -38,7 +34,7 @@ WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}
 
 
 def documents(count=14):
-    """Return texts of 0 to 260 tokens, for a model that reads 64."""
+    """Return texts of 0 to about 300 tokens. The model truncates texts of more than 64 tokens."""
     generator = random.Random(0)
     texts = ["", "a cat", "Dogs ran. It sat!"]
     for number in range(3, count):
@@ -52,6 +48,7 @@ def documents(count=14):
 
 @pytest.fixture(name="corpus")
 def make_documents(tmp_path):
+    """Write the texts of `documents` with an id and a number, and return the path."""
     path = tmp_path / "corpus.jsonl"
     rows = [{"id": f"row-{i}", "text": text, "n": i} for i, text in enumerate(documents())]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -59,100 +56,128 @@ def make_documents(tmp_path):
 
 
 def assert_close(embeddings, expected):
+    """Check that embeddings are equal, except for rounding errors."""
     np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------
-# vectors
+# embeddings
 
 
 @pytest.mark.parametrize("prompt", ["", "find the cat: "])
 def test_windows_are_what_sentence_transformers_makes_of_the_parts(
     corpus, model_folder, reference, tmp_path, prompt
 ):
+    """The embedding of a window is that of its text, and the output contains its position."""
     embed(corpus, tmp_path / "out.parquet", model_folder, prompt=prompt, keep=["id"], **WINDOWS)
-    table, vectors = read_parquet(tmp_path / "out.parquet")
+    table, embeddings = read_parquet(tmp_path / "out.parquet")
     assert table.column_names == ["id", "file", "row", "start", "end", "embedding"]
-    places, texts = table.select(["id", "row", "start", "end"]).to_pylist(), documents()
-    assert all(place["id"] == f"row-{place['row']}" for place in places)
-    parts = [texts[place["row"]][place["start"] : place["end"]] for place in places]
-    assert [place["row"] for place in places] == sorted(place["row"] for place in places)
-    assert {place["row"] for place in places} == {*range(len(texts))} and len(places) > 60
-    assert_close(vectors, reference.encode(parts, prompt=prompt))
+    windows = table.select(["id", "row", "start", "end"]).to_pylist()
+    texts = documents()
+    assert all(window["id"] == f"row-{window['row']}" for window in windows)
+
+    parts = [texts[window["row"]][window["start"] : window["end"]] for window in windows]
+    assert [window["row"] for window in windows] == sorted(window["row"] for window in windows)
+    assert {window["row"] for window in windows} == {*range(len(texts))} and len(windows) > 60
+    assert_close(embeddings, reference.encode(parts, prompt=prompt))
 
 
 def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
-    """A word of more pieces than a window: alone, its second half would be other pieces."""
+    """A window that starts within a word has the tokens of the complete text.
+
+    The word has more tokens than a window. Tokenizing its second part alone would give other
+    tokens, and another embedding.
+    """
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     word = "zxqvkjw" * 3
     windows = tokenize_windows(encoder, [word], "", WindowSettings.for_encoder(encoder, "", 4, 0))
-    whole = encoder.tokenize([word])[0][1:-1]
-    assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == whole.tolist()
-    second = word[windows.starts[1] : windows.ends[1]]
-    vectors = encoder.embed(windows.tokens)
-    assert np.abs(vectors[1] - encoder.encode([second])[0]).max() > 1e-3, "docs/embeddings.md"
-    assert_close(vectors[0], encoder.encode([word[: windows.ends[0]]])[0])
+    tokens = encoder.tokenize([word])[0][1:-1]
+    assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == tokens.tolist()
+
+    second_text = word[windows.starts[1] : windows.ends[1]]
+    embeddings = encoder.embed(windows.tokens)
+
+    # docs/embeddings.md describes this difference.
+    assert np.abs(embeddings[1] - encoder.encode([second_text])[0]).max() > 1e-3, (
+        "the second window has the embedding of its text alone"
+    )
+    assert_close(embeddings[0], encoder.encode([word[: windows.ends[0]]])[0])
 
 
 def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model_folder):
+    """A text that fits into one window has the same embedding as without windows."""
     path = tmp_path / "short.txt"
     path.write_text("\n".join(text for text in documents(40) if len(text.split()) in range(1, 40)))
-    vectors = []
+    embeddings = []
     for name, options in (("truncate", {}), ("windows", {"long_texts": "windows", "window": 62})):
         embed(path, tmp_path / f"{name}.parquet", model_folder, **options)
-        vectors.append(read_parquet(tmp_path / f"{name}.parquet")[1])
-    assert np.array_equal(*vectors) and len(vectors[0]) > 5
+        embeddings.append(read_parquet(tmp_path / f"{name}.parquet")[1])
+    assert np.array_equal(*embeddings) and len(embeddings[0]) > 5
 
 
 def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
-    """A text of 20,000 tokens."""
+    """The batches of a text of 20,000 tokens keep the token budget."""
     (tmp_path / "long.txt").write_text("The cat sat on a mat. " * 2900 + "\nA dog.\n")
-    seen = []
-    run = CpuForward.__call__
+    token_counts = []
+    forward_call = CpuForward.__call__
+
     monkeypatch.setattr(
         CpuForward,
         "__call__",
-        lambda self, texts: seen.append(sum(map(len, texts))) or run(self, texts),
+        lambda self, texts: token_counts.append(sum(map(len, texts))) or forward_call(self, texts),
     )
+
     options = {"long_texts": "windows", "batch_tokens": 1000}
     summary = embed(tmp_path / "long.txt", tmp_path / "out.parquet", model_folder, **options)
+
     assert summary.truncation == Truncation(0, 0, 20302) and summary.texts == 2
-    assert 900 < max(seen) <= 1000
-    assert 20300 < sum(seen) < 1.4 * 20300
-    places = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
+    assert 900 < max(token_counts) <= 1000
+    assert 20300 < sum(token_counts) < 1.4 * 20300
+
+    columns = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
     assert (
-        places["start"][0] == 0 and max(places["end"]) == len("The cat sat on a mat. " * 2900) - 1
+        columns["start"][0] == 0 and max(columns["end"]) == len("The cat sat on a mat. " * 2900) - 1
     )
 
 
 def test_texts_that_are_tokenized_in_several_batches(model_folder):
-    """A batch holds a million characters: rows count on, the last text of each has its windows, and
-    neighbors share an eighth of a window by default."""
+    """Texts that are tokenized in several batches have the correct rows and windows.
+
+    A batch of the tokenizer has at most a million characters. The default overlap is an eighth of
+    a window.
+    """
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
     settings = WindowSettings.for_encoder(encoder, "", 40)
     assert settings.overlap == 5
+
     windows = tokenize_windows(encoder, texts, "", settings)
     counts = np.bincount(windows.rows)
     assert counts.tolist() == [4286, 4286, 1, 4286]
-    last = windows.ends[np.cumsum(counts) - 1]
-    assert last.tolist() == [len(text.rstrip()) for text in texts]
+
+    last_ends = windows.ends[np.cumsum(counts) - 1]
+    assert last_ends.tolist() == [len(text.rstrip()) for text in texts]
 
 
 # ------------------------------------------------------------------------------------------------
-# what is written
+# output
 
 
 def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_path, capsys):
+    """Each row contains the position of its window and the copied columns of its text."""
     options = ["--model", str(model_folder), "--dtype", "float32", "--keep", "n,text"]
     options += ["--long-texts", "windows", "--window", "12", "--rows", "4"]
+
     for shard in ("0/2", "1/2"):
         assert encode.main([str(corpus), str(tmp_path / "out"), *options, "--shard", shard]) == 0
+
     rows = pyarrow.parquet.read_table(tmp_path / "out").to_pylist()
     assert all(row["n"] == row["row"] and row["file"] == "corpus.jsonl" for row in rows)
     assert all(row["text"] == documents()[row["row"]] for row in rows)
+
     assert encode.main([str(corpus), str(tmp_path / "out.parquet"), *options]) == 0
     assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == rows
+
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in documents())
     output = capsys.readouterr().out
@@ -163,10 +188,11 @@ def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_
 
 
 # ------------------------------------------------------------------------------------------------
-# what cannot be
+# errors
 
 
 def test_options_that_do_not_go_together():
+    """Options that contradict each other end with an error."""
     for options, message in (
         ("--window 5", "`window` requires `--long-texts windows`."),
         ("--overlap 0", "`overlap` requires `--long-texts windows`."),
@@ -187,6 +213,7 @@ def test_options_that_do_not_go_together():
     ],
 )
 def test_windows_that_cannot_be(corpus, model_folder, tmp_path, settings, message):
+    """Windows that the model or the output does not support end with an error."""
     with pytest.raises(UserError, match=message):
         embed(corpus, tmp_path / "out.parquet", model_folder, long_texts="windows", **settings)
     assert not list(tmp_path.glob("out*"))

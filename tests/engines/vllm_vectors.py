@@ -1,9 +1,13 @@
-"""vLLM itself, in an environment of its own: FOLDER POOLING MODE LONGEST, a JSON list of texts on
-stdin; answers one line of JSON.
+"""Compute embeddings with vLLM.
 
-POOLING is "MEAN" or "CLS", or "folder" for what vLLM reads in the folder; MODE is "eager" or
-"compiled"; LONGEST is the most tokens of a text. All texts are handed over at once: the engine
-batches them as it likes.
+    python tests/engines/vllm_vectors.py FOLDER POOLING MODE MAX_LENGTH
+
+The program runs in an environment of its own. stdin is a JSON list of texts, which are passed in
+one call, so that vLLM forms the batches. The program prints one line of JSON with the embeddings
+and the version of vLLM.
+
+POOLING is "MEAN" or "CLS", or "folder" for the pooling that vLLM reads from the folder. MODE is
+"eager" or "compiled". MAX_LENGTH is the maximum sequence length in tokens.
 """
 
 import json
@@ -19,7 +23,8 @@ from vllm.config import PoolerConfig  # noqa: E402
 
 
 def main():
-    folder, pooling, mode, longest = sys.argv[1:]
+    """Print the embeddings of the texts on stdin."""
+    folder, pooling, mode, max_length = sys.argv[1:]
     options = {} if pooling == "folder" else {"pooler_config": PoolerConfig(pooling_type=pooling)}
     engine = vllm.LLM(
         folder,
@@ -27,13 +32,15 @@ def main():
         convert="embed",
         trust_remote_code=True,
         dtype="float32",
-        max_model_len=int(longest),
-        gpu_memory_utilization=0.1,  # of the machine's memory, on the CPU
+        max_model_len=int(max_length),
+        # On the CPU this is a fraction of the memory of the machine.
+        gpu_memory_utilization=0.1,
         enforce_eager=mode == "eager",
         **options,
     )
-    vectors = [answer.outputs.embedding for answer in engine.embed(json.load(sys.stdin))]
-    print(json.dumps({"vectors": vectors, "version": vllm.__version__}), flush=True)
+
+    embeddings = [output.outputs.embedding for output in engine.embed(json.load(sys.stdin))]
+    print(json.dumps({"vectors": embeddings, "version": vllm.__version__}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""Test `neobert mteb`.
-
-Covers the tasks of each benchmark, the means of the leaderboard, prompts, scores of the evaluator
-of sentence-transformers, results that are reused for the same weights only, and the local tasks.
-"""
+"""Tests of `neobert mteb`: benchmarks, scores, tables, instructions, cached results, and errors."""
 
 import json
 import shutil
@@ -50,6 +46,7 @@ TEXTS = [f"{a} {b}" for a in WORDS[:4] for b in WORDS[4:8]]
 
 
 def small_model(folder, tokenizer_dir, seed=1):
+    """Save a small NeoBERT with random weights, and return its directory."""
     torch.manual_seed(seed)
     config = {
         "hidden_size": 32,
@@ -74,11 +71,19 @@ def encoder(model_folder):
 
 
 def metadata(name, kind, score, prompt):
+    """Return the metadata of a task.
+
+    Args:
+        name: Name of the task.
+        kind: Type of the task.
+        score: Name of the main score.
+        prompt: Instruction, or instructions by type of the text.
+    """
     return local_tasks._metadata(name, kind, "", score, prompt, "x/y", "https://example.org")
 
 
 class TinyRetrieval(AbsTaskRetrieval):
-    """In the form of NanoBEIR's tasks."""
+    """Retrieval task with the layout of NanoBEIR."""
 
     metadata = metadata("TinyRetrieval", "Retrieval", "ndcg_at_10", {"query": "Find me."})
     relevant = {f"q{i}": {f"d{j}": 1 for j in range(i, i + 8, 3)} for i in range(8)}
@@ -91,14 +96,19 @@ class TinyRetrieval(AbsTaskRetrieval):
             "relevant_docs": self.relevant,
             "top_ranked": None,
         }
-        self.dataset, self.data_loaded = {"default": {"test": split}}, True
+        self.dataset = {"default": {"test": split}}
+        self.data_loaded = True
 
 
 class OtherRetrieval(TinyRetrieval):
+    """Task with the texts of `TinyRetrieval`."""
+
     metadata = TinyRetrieval.metadata.model_copy(update={"name": "OtherRetrieval"})
 
 
 class BrokenRetrieval(TinyRetrieval):
+    """Task whose data cannot be loaded."""
+
     metadata = TinyRetrieval.metadata.model_copy(update={"name": "BrokenRetrieval"})
 
     def load_data(self, **kwargs):
@@ -110,7 +120,8 @@ class TinySTS(AbsTaskSTS):
 
     def load_data(self, **kwargs):
         columns = {"sentence1": TEXTS[:8], "sentence2": TEXTS[8:], "score": np.arange(8) / 8}
-        self.dataset, self.data_loaded = DatasetDict({"test": Dataset.from_dict(columns)}), True
+        self.dataset = DatasetDict({"test": Dataset.from_dict(columns)})
+        self.data_loaded = True
 
 
 class TinyAggregate(AbsTaskAggregate):
@@ -128,16 +139,16 @@ class TinyAggregate(AbsTaskAggregate):
 TASKS = (TinyRetrieval, TinySTS, BrokenRetrieval, TinyAggregate)
 
 
-def mteb_options(model, **more):
+def mteb_options(model, **values):
     """Return the options of `neobert mteb` for a model."""
     argv = ["--model", model, "--output", "o"]
-    for name, value in more.items():
+    for name, value in values.items():
         argv += [f"--{name}", value]
     return OPTIONS["mteb"].read(argv)
 
 
 def run(model_folder, output, *tasks, name="tiny", **options):
-    """The result of `neobert mteb` on some of `TASKS`."""
+    """Run `neobert mteb` on some of `TASKS`, and return its result."""
     argv = ["--model", model_folder, "--output", str(output), "--name", name, "--tasks", *tasks]
     for key, value in {"dtype": "float32", **options}.items():
         argv += [f"--{key}", value]
@@ -145,7 +156,8 @@ def run(model_folder, output, *tasks, name="tiny", **options):
     return json.loads((output / f"{name}.json").read_text())
 
 
-COUNTS = {  # in the order of MTEB_TYPES
+# Number of tasks per type, in the order of MTEB_TYPES.
+COUNTS = {
     "MTEB(eng, v1)": (12, 11, 3, 4, 15, 10, 1),
     "MTEB(eng, v2)": (8, 8, 3, 2, 10, 9, 1),
     "NanoBEIR": (0, 0, 0, 0, 13, 0, 0),
@@ -154,26 +166,29 @@ COUNTS = {  # in the order of MTEB_TYPES
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_tasks_of_a_benchmark(name):
+    """Check the number of tasks per type, and settings of single tasks."""
     tasks = {task.metadata.name: task for task in choose_tasks([name])}
     counts = Counter(task.metadata.type for task in tasks.values())
     assert tuple(counts[kind] for kind in MTEB_TYPES) == COUNTS[name]
+
     if name == "MTEB(eng, v1)":
-        assert len(tasks["CQADupstackRetrieval"].tasks) == 12, "the mean of twelve forums"
+        assert len(tasks["CQADupstackRetrieval"].tasks) == 12, "the task must combine 12 forums"
         assert list(tasks["MSMARCO"].eval_splits) == ["dev"]
     if name == "NanoBEIR":
         assert {task.metadata.main_score for task in tasks.values()} == {"ndcg_at_10"}
 
 
 def test_the_default_is_todays_benchmark():
+    """The default benchmark is the current English one, which is the first in `BENCHMARKS`."""
     assert mteb_options("m").evaluation.tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
 
 
 def result_of(task, score):
-    """What MTEB keeps of a task, with one score for all its splits and parts."""
+    """Return the result of a task in MTEB, with the same score for all its splits and subsets."""
     languages = task.metadata.hf_subsets_to_langscripts
     rows = [
-        {"hf_subset": part, "languages": languages[part], "main_score": score}
-        for part in task.hf_subsets
+        {"hf_subset": subset, "languages": languages[subset], "main_score": score}
+        for subset in task.hf_subsets
     ]
     return TaskResult(
         task_name=task.metadata.name,
@@ -186,11 +201,13 @@ def result_of(task, score):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_means_are_those_of_mtebs_leaderboard(name):
+    """The means over tasks, over types, and per type equal those of the MTEB leaderboard."""
     benchmark = mteb.get_benchmark(name)
     scores = {task.metadata.name: i / 64 for i, task in enumerate(benchmark.tasks)}
     results = [result_of(task, scores[task.metadata.name]) for task in benchmark.tasks]
     model = ModelResult(model_name="a/b", model_revision="1", task_results=results)
     expected = benchmark.get_score(BenchmarkResults(model_results=[model]))["a/b"]
+
     types = {task.metadata.name: task.metadata.type for task in benchmark.tasks}
     means = averages(scores, types)
     assert means.pop("tasks") == pytest.approx(expected["Mean(Task)"])
@@ -199,77 +216,94 @@ def test_means_are_those_of_mtebs_leaderboard(name):
 
 
 def test_a_mean_leaves_nothing_out():
+    """A mean is None if a score is missing, because it would be that of other tasks."""
     types = {"a": "STS", "b": "STS", "c": "Retrieval"}
     means = averages({"a": 10.0, "b": None, "c": 60.0}, types)
     assert means == {"tasks": None, "types": None, "STS": None, "Retrieval": 60.0}
 
 
 def test_published_rows_average_as_the_paper_says():
+    """The published mean is that of the published scores per type, weighted by tasks."""
     for name, values in MTEB.items():
         mean = np.dot(values[:7], COUNTS["MTEB(eng, v1)"]) / 56
-        # Seven rounded columns, weighted by up to 15 / 56.
+        # The values are rounded, and seven of them are weighted by up to 15 / 56.
         assert mean == pytest.approx(values[7], abs=0.1), name
 
 
 def test_tables_have_a_benchmark_where_a_run_has_all_its_tasks(tmp_path):
+    """A run is in the table of a benchmark only if it has all of its tasks."""
     settings = {"instructions": "mteb", "max_length": 48, "environment": {"dtype": "float32"}}
     settings |= {"model": "m", "fingerprint": "f", "dtype": "auto"}
-    both = [task.metadata for name in BENCHMARKS[:2] for task in mteb.get_benchmark(name).tasks]
-    types = {task.name: task.type for task in both}
-    whole = {"scores": dict.fromkeys(types, 50.0), "types": types}
-    part = {"scores": {"STS12": 1.0}, "types": {"STS12": "STS"}, "instruction_template": "Q {x}"}
-    for name, more in (("whole", whole), ("part", part)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, **settings, **more}))
+
+    tasks = [task.metadata for name in BENCHMARKS[:2] for task in mteb.get_benchmark(name).tasks]
+    types = {task.name: task.type for task in tasks}
+    complete = {"scores": dict.fromkeys(types, 50.0), "types": types}
+    partial = {"scores": {"STS12": 1.0}, "types": {"STS12": "STS"}, "instruction_template": "Q {x}"}
+    for name, result in (("whole", complete), ("part", partial)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, **settings, **result}))
+
     write_tables(tmp_path)
     text = (tmp_path / "table.md").read_text()
+
     header = " | ".join(["model", "source", *MTEB_TYPES.values(), "mean of tasks", "mean of types"])
     assert text.count(f"| {header} |") == 2 and "## NanoBEIR" not in text
     assert text.count(f"| whole | measured |{' 50.0 |' * 9}\n") == 2 and "| part | m" not in text
     assert "| NeoBERT-4096 | published | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 |" in text
     assert text.count("| published |") == len(MTEB) == 10
     assert text.index("## MTEB(eng, v1)") < text.index("| published |")
+
     assert f"| **mean over {len(types)} tasks** |  |  | 50.00 |" in text
     assert "| part | 48 | mteb | float32 | 'Q {x}' |\n" in text
     assert "| whole | 48 | mteb | float32 | 'Instruction: {instruction} Query: ' |" in text
 
 
 def test_scores_are_those_of_the_librarys_evaluators(model_folder, encoder, tmp_path):
-    """NanoBEIR's form by sentence-transformers' evaluator, with which its published numbers were
-    made, with and without a prompt."""
+    """Scores equal those of the evaluator of sentence-transformers, with and without a prompt.
+
+    The published scores of NanoBEIR were computed with this evaluator.
+    """
     queries = {f"q{i}": text for i, text in enumerate(TEXTS[:8])}
     documents = {f"d{i}": text for i, text in enumerate(TEXTS)}
     relevant = {name: set(document_ids) for name, document_ids in TinyRetrieval.relevant.items()}
+
     for choice, prompt in (("none", None), ("mteb", "Instruction: Find me. Query: ")):
         report = run(
             model_folder, tmp_path / choice, "TinyRetrieval", "TinyAggregate", instructions=choice
         )
+
         evaluate = InformationRetrievalEvaluator(
             queries, documents, relevant, ndcg_at_k=[10], query_prompt=prompt
         )
         expected = evaluate(encoder.sentence_transformer)["cosine_ndcg@10"]
         assert 0.2 < expected < 0.9
-        for score in report["scores"].values():  # that of two equal tasks is their mean
+        # The aggregate task is the mean of two tasks with equal scores.
+        for score in report["scores"].values():
             assert score == pytest.approx(100 * expected, abs=1e-3)
 
 
 def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
     model_folder, tokenizer_dir, tmp_path, monkeypatch
 ):
+    """A second run with the same name adds tasks. Another model needs another name."""
     out = tmp_path / "out"
     first = run(model_folder, out, "TinySTS")
     both = run(model_folder, out, "TinyRetrieval")
     assert both["scores"].items() > first["scores"].items() and len(both["scores"]) == 2
     assert both["environment"]["versions"]["mteb"]
     assert "| **mean over 2 tasks** |" in (out / "table.md").read_text()
-    other = small_model(tmp_path / "other", tokenizer_dir, seed=2)
+
+    other_model = small_model(tmp_path / "other", tokenizer_dir, seed=2)
     with pytest.raises(UserError, match="tiny.json contains the scores of other .* another --name"):
-        run(other, out, "TinySTS")
-    monkeypatch.setattr(PackedModel, "encode", None)  # what is finished is not encoded again
+        run(other_model, out, "TinySTS")
+
+    # Finished tasks are not encoded again.
+    monkeypatch.setattr(PackedModel, "encode", None)
     assert run(model_folder, out, "TinySTS", "TinyRetrieval")["scores"] == both["scores"]
 
 
 @pytest.mark.parametrize("name", ["tiny.json", "table.md"])
 def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
+    """Files that `neobert mteb` has not written are refused and not changed."""
     (tmp_path / name).write_text("[]")
     with pytest.raises(UserError, match=f"{name} was not written by `neobert mteb`"):
         run(model_folder, tmp_path, "TinySTS")
@@ -277,18 +311,26 @@ def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
 
 
 def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tmp_path, monkeypatch):
+    """The other tasks finish and keep their scores, and a second run repeats the failed task."""
     names = ("TinySTS", "BrokenRetrieval", "TinyRetrieval")
     with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\): no network"):
         run(model_folder, tmp_path, *names)
+
     report = json.loads((tmp_path / "tiny.json").read_text())
     assert [name for name, score in report["scores"].items() if score is None] == [names[1]]
     assert "| **mean over 3 tasks** |  |  |" in (tmp_path / "table.md").read_text()
+
     monkeypatch.setattr(BrokenRetrieval, "load_data", TinyRetrieval.load_data)
     assert None not in run(model_folder, tmp_path, *names)["scores"].values()
 
 
 def test_instructions_are_on_the_side_of_the_query(encoder):
-    retrieval, sts = TinyRetrieval.metadata, TinySTS.metadata
+    """Queries get the instruction of their task, and documents get none.
+
+    An instruction is that of the task or of its type, or else that of MTEB.
+    """
+    retrieval = TinyRetrieval.metadata
+    sts = TinySTS.metadata
     sides = (
         (retrieval, PromptType.query),
         (retrieval, PromptType.document),
@@ -300,42 +342,52 @@ def test_instructions_are_on_the_side_of_the_query(encoder):
         model = PackedModel(encoder, "neobert/x", "1", instructions, "I: {instruction} Q: ")
         return [model.prompt(*side) for side in sides]
 
-    *instructions, other = prompts({})
+    *instructions, default_of_type = prompts({})
     assert instructions == ["I: Find me. Q: ", "", "I: Find the same. Q: "]
-    assert other.startswith("I: "), "a task without a prompt has its type's"
-    chosen = prompts({"TinyRetrieval": "Mine.", "STS": "All of them."})
-    assert chosen == ["I: Mine. Q: ", "", *["I: All of them. Q: "] * 2]
+    assert default_of_type.startswith("I: "), "a task without a prompt must have that of its type"
+
+    custom = prompts({"TinyRetrieval": "Mine.", "STS": "All of them."})
+    assert custom == ["I: Mine. Q: ", "", *["I: All of them. Q: "] * 2]
     assert prompts(None) == [""] * 4
 
 
 def test_results_of_other_weights_or_settings_are_not_reused(
     model_folder, encoder, tokenizer_dir, tmp_path
 ):
+    """The fingerprint depends on everything that changes the embeddings.
+
+    MTEB caches results by the fingerprint. A copy of the same weights has the same fingerprint.
+    """
     options = mteb_options(model_folder)
     copy = mteb_options(small_model(tmp_path / "copy", tokenizer_dir, seed=1))
     assert fingerprint(encoder, copy, {}) == fingerprint(encoder, options, {})
-    prints = {fingerprint(encoder, options, {}), fingerprint(encoder, options, None)}
+
+    fingerprints = {fingerprint(encoder, options, {}), fingerprint(encoder, options, None)}
     changed = Path(shutil.copytree(model_folder, tmp_path / "changed"))
     config = json.loads((changed / "tokenizer_config.json").read_text()) | {"model_max_length": 77}
     (changed / "tokenizer_config.json").write_text(json.dumps(config))
-    for more in (
+
+    for changes in (
         {"model": small_model(tmp_path / "other", tokenizer_dir, seed=2)},
         {"model": str(changed)},
         {"pooling": "cls"},
         {"tokenizer": str(tokenizer_dir)},
         {"instruction_template": "{instruction} "},
     ):
-        changed_options = mteb_options(**{"model": model_folder, **more})
-        prints.add(fingerprint(encoder, changed_options, {}))
-    for more in ({"max_length": 16}, {"dtype": "bfloat16"}):
-        other = PackedEncoder(model_folder, device="cpu", **{"dtype": "float32", **more})
-        prints.add(fingerprint(other, options, {}))
+        changed_options = mteb_options(**{"model": model_folder, **changes})
+        fingerprints.add(fingerprint(encoder, changed_options, {}))
+
+    for changes in ({"max_length": 16}, {"dtype": "bfloat16"}):
+        other = PackedEncoder(model_folder, device="cpu", **{"dtype": "float32", **changes})
+        fingerprints.add(fingerprint(other, options, {}))
     other.prompts = {"query": "find: "}
-    prints.add(fingerprint(other, options, {}))
-    assert len(prints) == 10, "two settings that change the vectors share MTEB's result cache"
+    fingerprints.add(fingerprint(other, options, {}))
+
+    assert len(fingerprints) == 10, "different settings have the same fingerprint"
 
 
 def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tmp_path, monkeypatch):
+    """A second run keeps the dtype of the first one, although `auto` would select another dtype."""
     for measured, task in (("bfloat16", "TinySTS"), ("float32", "TinyRetrieval")):
         monkeypatch.setattr(loading, "_fastest_on_cpu", lambda measured=measured: measured)
         report = run(model_folder, tmp_path, task, dtype="auto")
@@ -344,21 +396,26 @@ def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tmp_path, monkey
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
 def test_instructions_of_a_file(tmp_path, ending):
-    """So that who has the paper's tables runs exactly them."""
-    texts = {"STS12": "Find: the same.", "STS": "All others."}
+    """Instructions can be read from a file, such as the tables of the paper."""
+    instructions = {"STS12": "Find: the same.", "STS": "All others."}
     path = tmp_path / f"tables7and8.{ending}"
     path.write_text(
-        json.dumps(texts) if ending == "json" else "STS12: 'Find: the same.'\nSTS: All others.\n"
+        json.dumps(instructions)
+        if ending == "json"
+        else "STS12: 'Find: the same.'\nSTS: All others.\n"
     )
-    assert read_instructions(str(path), choose_tasks(["STS12", "STS13"])) == texts
+
+    assert read_instructions(str(path), choose_tasks(["STS12", "STS13"])) == instructions
     assert read_instructions("mteb", []) == {} and read_instructions("none", []) is None
 
 
 def test_bad_input_is_one_sentence(model_folder, tmp_path):
+    """Invalid input ends with one error message, and nothing is written."""
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "unknown.json").write_text('{"STS99": "x"}')
     with pytest.raises(UserError, match="'Bankin77.*Did you mean: 'Banking77Classification'"):
         choose_tasks(["Bankin77Classification"])
+
     sts = choose_tasks(["STS12", "STS13"])
     for choice, message in (
         (str(tmp_path / "list.json"), "must map names to texts"),
@@ -369,48 +426,61 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read_instructions(choice, sts)
-    for more, message in (
+
+    for options, message in (
         (["--tasks", "Nope"], "no task or benchmark 'Nope'"),
         (["--tasks", "STS12", "--name", "a/b"], "`name` must consist of letters"),
         (["--tasks", "STS12", "--model", str(tmp_path)], "there is no model in"),
     ):
         with pytest.raises(UserError, match=message):
-            main(["--model", model_folder, "--output", str(tmp_path / "out"), *more])
-    assert not (tmp_path / "out").exists(), "something was written for bad input"
+            main(["--model", model_folder, "--output", str(tmp_path / "out"), *options])
+
+    assert not (tmp_path / "out").exists(), "invalid input created the output directory"
 
 
 def test_wordnet_tasks_ask_only_for_held_out_synsets():
+    """The queries of the WordNet tasks are synsets that are held out from the training."""
     from benchmarks.local_text import WORDNET as folder
 
     try:
         definitions = local_tasks.wordnet_definitions(folder)
     except UserError:
-        pytest.skip("WordNet is not installed (apt-get install wordnet-base)")
+        pytest.skip("WordNet is not installed. Install it with apt-get install wordnet-base.")
+
     task = local_tasks.WordNetRetrieval()
     task.load_data()
     split = task.dataset["default"]["test"]
     queries = set(split["queries"]["id"])
+
     assert len(queries) == 1000 and all(map(is_held_out, queries))
     documents = set(split["corpus"]["id"])
     assert len(documents) > 3000
     assert all(documents >= docs.keys() and docs for docs in split["relevant_docs"].values())
     assert len(definitions) > 100_000
-    kept, trained = (local_tasks.similarity_pairs(30, held_out) for held_out in (True, False))
-    assert not {pair[0] for pair in kept} & {pair[0] for pair in trained}
+
+    held_out_pairs, training_pairs = (
+        local_tasks.similarity_pairs(30, held_out) for held_out in (True, False)
+    )
+    assert not {pair[0] for pair in held_out_pairs} & {pair[0] for pair in training_pairs}
     assert (
-        all(0 <= pair[2] < 1 for pair in (*kept, *trained)) and len({pair[2] for pair in kept}) > 3
+        all(0 <= pair[2] < 1 for pair in (*held_out_pairs, *training_pairs))
+        and len({pair[2] for pair in held_out_pairs}) > 3
     )
 
 
 def test_no_sentence_is_both_trained_and_tested_on(monkeypatch):
+    """The training and the test split of the sentiment task have different sentences."""
     rows = [{"id": str(i), "text": f"sentence {i}", "label": i % 2} for i in range(700)]
+
     monkeypatch.setattr(local_tasks, "sentiment_sentences", lambda kind: rows)
     task = local_tasks.MovieSentimentClassification()
     task.load_data()
-    parts = [
+
+    splits = [
         dict(zip(task.dataset[name]["text"], task.dataset[name]["label"]))
         for name in ("train", "test")
     ]
-    assert list(map(len, parts)) == [200, 500] and parts[0] | parts[1] == {
+
+    assert list(map(len, splits)) == [200, 500] and splits[0] | splits[1] == {
         row["text"]: row["label"] for row in rows
     }

@@ -1,7 +1,9 @@
 """Test the scripts of examples/.
 
-The defaults learn small tasks, plain pairs are enough, existing outputs are kept, an error is one
-sentence, saved folders load without this package, and no padding is computed.
+- The default options learn small tasks, and rows with only an anchor and a positive are enough.
+- Existing outputs are not modified, and an error is one line.
+- Saved folders load without this package.
+- Padding tokens are not computed.
 """
 
 import importlib.util
@@ -37,22 +39,24 @@ NAMES = "john mary peter anna".split()
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
+    """Return the folder of a small random model with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"intermediate_size": 96, "max_position_embeddings": 64, "embedding_init_range": 0.3}
-    NeoBERTModel(NeoBERTConfig(**shape, **more)).save_pretrained(folder)
+    fields = {"intermediate_size": 96, "max_position_embeddings": 64, "embedding_init_range": 0.3}
+    NeoBERTModel(NeoBERTConfig(**shape, **fields)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
+    """Give each test its own cache of data sets."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
 
 
 def example(name):
-    """The module of an example."""
+    """Import a script of examples/ and return its module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -60,13 +64,23 @@ def example(name):
 
 
 def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
-    """Write rows of `make_row(generator)`, run `main` of the example and return its metrics."""
+    """Train an example on generated rows, check its output folder and return its metrics.
+
+    Args:
+        name: Name of the script.
+        data: Folder for the training and test rows.
+        model_folder: Folder of the initial model.
+        tmp_path: Parent of the output folder.
+        make_row: Function that returns a row for a random generator.
+        epochs: Number of epochs, as text.
+    """
     generator = random.Random(0)
     for split, count in (("train", 320), ("test", 64)):
         data.mkdir(exist_ok=True)
         (data / f"{split}.jsonl").write_text(
             "".join(json.dumps(make_row(generator)) + "\n" for _ in range(count))
         )
+
     output = tmp_path / "out"
     options = f"--model {model_folder} --data {data} --output {output} --learning-rate 3e-3"
     metrics = example(name).main([*options.split(), "--epochs", epochs])
@@ -76,8 +90,11 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
 
 @pytest.mark.slow
 def test_text_classification(model_folder, tmp_path):
+    """The classifier learns labels that depend on one word, and saves their names."""
+
     def row(generator):
-        name, thing = generator.choice(NAMES), generator.choice(THINGS)
+        name = generator.choice(NAMES)
+        thing = generator.choice(THINGS)
         return {
             "text": f"{name} saw the {thing}",
             "label": "person" if name in ("john", "peter") else "other",
@@ -89,16 +106,16 @@ def test_text_classification(model_folder, tmp_path):
     assert labels == {"0": "other", "1": "person"}
 
 
-def ends(name, *arguments, code=1):
-    """The last line of an example that ends with an error: without a traceback."""
-    done = subprocess.run(
+def error_of(name, *arguments, code=1):
+    """Run an example that fails without a traceback, and return the last line of its stderr."""
+    process = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-3000:]
-    return done.stderr.strip().splitlines()[-1]
+    assert process.returncode == code and "Traceback" not in process.stderr, process.stderr[-3000:]
+    return process.stderr.strip().splitlines()[-1]
 
 
 TRAINERS = ["text_classification", "token_classification", "question_answering", "reranker"]
@@ -107,7 +124,7 @@ PAIR = '{"anchor": "a", "positive": "b"}\n'
 
 
 def write_splits(folder, content):
-    """Write the same train.jsonl and test.jsonl."""
+    """Write the same content to train.jsonl and test.jsonl in a new folder."""
     folder.mkdir()
     for split in ("train", "test"):
         (folder / f"{split}.jsonl").write_bytes(content)
@@ -115,6 +132,7 @@ def write_splits(folder, content):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_messages_of_the_trainers_name_the_file(name, tmp_path):
+    """Errors about a training file contain its path, and no output is created."""
     arguments = ["--model", str(ENCODER), "--output", str(tmp_path / "out"), "--data"]
     for content, sentence in (
         (b"", "train.jsonl contains no rows."),
@@ -126,6 +144,7 @@ def test_messages_of_the_trainers_name_the_file(name, tmp_path):
         with pytest.raises(UserError, match=re.escape(sentence)) as refusal:
             example(name).main([*arguments, str(folder)])
         assert str(folder) in str(refusal.value)
+
     with pytest.raises(UserError, match="missing/train.jsonl"):
         example(name).main([*arguments, str(tmp_path / "missing")])
     assert not (tmp_path / "out").exists()
@@ -152,13 +171,19 @@ def test_make_pairs_keeps_an_existing_output(tmp_path):
 
 
 def test_every_row_must_have_an_optional_column_of_the_first(tmp_path):
+    """`load_rows` requires an optional column in all rows if the first row has the column.
+
+    Other columns are dropped, and columns of texts must contain strings.
+    """
     path = tmp_path / "rows.jsonl"
     path.write_text('{"anchor": "a", "positive": "b", "negative": "c", "more": 1}\n')
     rows = load_rows(path, ["anchor", "positive"], optional=["negative"])
     assert rows == [{"anchor": "a", "positive": "b", "negative": "c"}]
+
     path.write_text(path.read_text() + PAIR)
     with pytest.raises(UserError, match="row 2: there is no column 'negative'"):
         load_rows(path, ["anchor", "positive"], optional=["negative"])
+
     path.write_text('{"text": 1, "label": 2}\n')
     assert load_rows(path, ["text", "label"], texts=[]) == [{"text": 1, "label": 2}]
     with pytest.raises(UserError, match="'text' must be text"):
@@ -166,25 +191,30 @@ def test_every_row_must_have_an_optional_column_of_the_first(tmp_path):
 
 
 def test_random_negatives_are_wrong_answers(tmp_path):
-    """Every question gets each of its wrong answers about equally often, and the same ones with the
-    same seed."""
+    """Random negatives are uniform over the wrong answers of a question, and depend on the seed.
+
+    Rows in which every answer is correct are an error.
+    """
     module = example("reranker")
     rows = [{"anchor": f"q{i % 3}", "positive": f"a{i}"} for i in range(6)]
     counts = {}
     for seed in range(300):
         for row in module.add_random_negatives(rows, seed):
             counts.setdefault(row["anchor"], []).append(row["negative"])
+
     for number in range(3):
         negatives = counts[f"q{number}"]
         wrong = {f"a{i}" for i in range(6) if i % 3 != number}
         assert set(negatives) == wrong
         assert min(map(negatives.count, wrong)) > len(negatives) / 4 - 60
+
     assert module.add_random_negatives(rows) == module.add_random_negatives(rows)
     with pytest.raises(UserError, match="must have a wrong answer"):
         module.add_random_negatives(rows[:1])
 
 
 def test_training_files_are_checked_before_the_model_is_loaded(tmp_path):
+    """Invalid labels and answers are reported as a `UserError`."""
     for name, content, sentence in (
         ("token_classification", b'{"tokens": ["a"], "tags": []}\n', "must be lists of equal"),
         (
@@ -205,6 +235,7 @@ def test_training_files_are_checked_before_the_model_is_loaded(tmp_path):
 
 
 def test_an_error_of_a_script_is_one_sentence(tmp_path, monkeypatch, capsys):
+    """`run_script` prints an error as one line and exits with 2, or with 130 after Ctrl-C."""
     monkeypatch.setattr(sys, "argv", ["folder/mine.py"])
 
     def fails():
@@ -226,8 +257,9 @@ def test_an_error_of_a_script_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_an_example_ends_in_one_line(tmp_path):
+    """The error of an example starts with the name of the script."""
     arguments = ["--data", tmp_path / "missing", "--model", ENCODER, "--output", tmp_path / "out"]
-    assert ends("reranker", *arguments, code=2).startswith("reranker.py: ")
+    assert error_of("reranker", *arguments, code=2).startswith("reranker.py: ")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -235,44 +267,56 @@ def test_an_example_ends_in_one_line(tmp_path):
 
 
 def search(store, *arguments, code=0):
-    """What it prints; its last line where it ends with an error."""
+    """Run examples/search.py and return its output, or its error if `code` is not 0."""
     arguments = [*arguments, "--store", store]
     if code:
-        return ends("search", *arguments, code=code)
+        return error_of("search", *arguments, code=code)
+
     path = ROOT / "examples" / "search.py"
     command = [sys.executable, path, *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 def ids(printed):
+    """Return the IDs of the search results in an output."""
     return re.findall(r"^  (\S+)\t", printed, re.M)
 
 
 @pytest.mark.slow
 def test_search(tmp_path):
-    """Each command is a process of its own: rows are added, found by meaning, by words and by both,
-    filtered, replaced and deleted; another model is refused."""
-    store, path = tmp_path / "store", tmp_path / "rows.jsonl"
+    """Add, search, filter, replace and delete rows, with one process per command.
+
+    Rows are searched by embeddings (`--by meaning`), by words and by both. Another model than that
+    of the store is an error.
+    """
+    store = tmp_path / "store"
+    path = tmp_path / "rows.jsonl"
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     rows = [dict(zip(("word", "text"), line.split("\t"))) for line in lines[1200:1260]]
     rows = [{"id": i, **row, "short": len(row["text"]) < 60} for i, row in enumerate(rows)]
     rows.append({"id": "own", "text": "zyx number of a submarine", "word": "own", "short": True})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "the store has 61" in search(store, "add", path)
+
+    # Search by embeddings, then by embeddings and words with a filter.
     hawk = "diurnal bird of prey typically having short rounded wings and a long tail"
     printed = search(store, "find", "a bird that hunts by day", hawk, "--by", "meaning")
     assert ids(printed)[3] == next(str(row["id"]) for row in rows if row["text"] == hawk)
-    both = search(store, "find", "zyx of a ship", "--where", "short = true")
-    assert ids(both)[0] == "own" and "found in" in both
-    assert set(ids(both)) <= {str(row["id"]) for row in rows if row["short"]}
+    output = search(store, "find", "zyx of a ship", "--where", "short = true")
+    assert ids(output)[0] == "own" and "found in" in output
+    assert set(ids(output)) <= {str(row["id"]) for row in rows if row["short"]}
+
+    # Replace a row and delete it.
     pandas.DataFrame([{**rows[-1], "text": "a wyv of iron"}]).to_csv(
         tmp_path / "a.csv", index=False
     )
     assert "the store has 61" in search(store, "add", tmp_path / "a.csv")
-    assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], "replaced"
+    assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], (
+        "The new row must replace the row with the same ID."
+    )
     assert "1 rows deleted" in search(store, "delete", "--where", "id = 'own'")
     assert ids(search(store, "find", "wyv", "--by", "words")) == []
 
@@ -284,6 +328,7 @@ def test_search(tmp_path):
     assert "1 rows deleted" in search(integers, "delete", "--where", "id = 7")
     assert "`id` must be an integer" in search(integers, "add", tmp_path / "a.csv", code=2)
 
+    # Errors are one sentence.
     for *arguments, sentence in (
         ("add", path, "--model", "other", "the model of the store, got other."),
         ("find", "wyv", "--model", "other", "the model of the store, got other."),
@@ -297,6 +342,8 @@ def test_search(tmp_path):
 
 @pytest.mark.slow
 def test_token_classification(model_folder, tmp_path):
+    """The token classifier learns to tag colors and persons, which are 40 % of the tokens."""
+
     def row(generator):
         color, thing, name = map(generator.choice, (COLORS, THINGS, NAMES))
         tags = ["O", "COLOR", "O", "O", "PERSON"]
@@ -310,8 +357,11 @@ def test_token_classification(model_folder, tmp_path):
 
 @pytest.mark.slow
 def test_question_answering(model_folder, tmp_path):
+    """The model learns to extract a color from a context of different lengths."""
+
     def row(generator):
-        color, thing = generator.choice(COLORS), generator.choice(THINGS)
+        color = generator.choice(COLORS)
+        thing = generator.choice(THINGS)
         context = (
             f"{' '.join(generator.choices(THINGS, k=generator.randrange(4)))} a {color} {thing}"
         ).strip()
@@ -326,10 +376,11 @@ def test_question_answering(model_folder, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# as a user runs them
+# Examples as processes
 
-# Runs the examples in turn and writes {name: what its main returned, and the tokens that went in
-# and that the model computed}.
+# Program that runs the examples one after another, and writes a JSON file with the result of each
+# `main`. For each loaded model, the file also contains the number of non-padding tokens, of tokens
+# with padding, and of tokens that the model computed.
 RUNNER = """
 import functools, importlib.util, json, sys
 import torch, transformers
@@ -368,7 +419,7 @@ with open({output!r}, "w") as file:
 """  # noqa: E501
 
 
-# Loads saved folders with the code in them, in a process that does not import this package.
+# Program that loads saved folders with the code that they contain, without importing this package.
 LOADER = """
 import sys
 import sentence_transformers
@@ -383,8 +434,13 @@ assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the pa
 
 @pytest.fixture(scope="module")
 def outcomes(bundled, tmp_path_factory):
-    """{name of an example: {"metrics", "models"}}: all of them, one after another in one process of
-    their own."""
+    """Run the examples one after another in a separate process and return their results.
+
+    Returns:
+        {name of an example: results}. The results are "metrics" (of its `main`), "models" (token
+        counts of each loaded model), "folder" (of the output) and "printed" (the output of all
+        examples).
+    """
     folder = tmp_path_factory.mktemp("examples")
     data = str(folder / "pairs")
     example("make_pairs").main(["--output", data, "--train", "256", "--test", "64"])
@@ -393,6 +449,7 @@ def outcomes(bundled, tmp_path_factory):
     for split in ("train", "test"):
         rows = load_rows(f"{data}/{split}.jsonl", ["anchor", "positive"])
         (plain / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
     options = {
         "reranker": f"{plain} --epochs 2",
         "sparse_encoder": f"{data} --epochs 1 --batch-size 16 --regularizer 1e-4",
@@ -406,25 +463,28 @@ def outcomes(bundled, tmp_path_factory):
         for name in options
     }
     runs = [
-        (paths[name], f"--model {models[name]} --output {folder / name} --data {more}".split())
-        for name, more in options.items()
+        (paths[name], f"--model {models[name]} --output {folder / name} --data {words}".split())
+        for name, words in options.items()
     ]
+
     output = folder / "outcomes.json"
     runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
     environment = {**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", runner], env=environment, cwd=folder, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    print(done.stdout)
-    found = json.loads(output.read_text())
+    assert process.returncode == 0, process.stderr[-5000:]
+    print(process.stdout)
+
+    results = json.loads(output.read_text())
     return {
-        name: {**found[path], "folder": folder / name, "printed": done.stdout}
+        name: {**results[path], "folder": folder / name, "printed": process.stdout}
         for name, path in paths.items()
     }
 
 
+# Class of sentence_transformers that each example trains.
 USES = {
     "reranker": "CrossEncoder",
     "sparse_encoder": "SparseEncoder",
@@ -435,57 +495,70 @@ USES = {
 
 @pytest.mark.slow
 def test_saved_folders_load_with_their_own_code(outcomes, tmp_path):
+    """Saved folders contain the modeling code and load in a process without this package."""
     for name in USES:
         folder = outcomes[name]["folder"]
         assert (folder / "modeling_neobert.py").is_file()
         config = json.loads((folder / "config.json").read_text())
         assert "modeling_neobert" in str(config["auto_map"])
         assert not list(folder.glob("checkpoint-*"))
-    folders = [(kind, str(outcomes[name]["folder"])) for name, kind in USES.items()]
+
+    folders = [(class_name, str(outcomes[name]["folder"])) for name, class_name in USES.items()]
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOADER.format(folders=folders)],
         env=environment | {"OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USES)
 def test_no_padding_is_computed_in_any_use(name, outcomes):
-    """In training and in inference: the backbone's last norm sees the real tokens of every batch,
-    and no other row."""
-    for what, seen in zip(
+    """The last norm of the backbone receives only non-padding tokens in training and inference."""
+    for phase, counts in zip(
         ("training", "inference"), (outcomes[name]["models"][0], outcomes[name]["models"][-1])
     ):
-        assert seen["padded"] > 1.05 * seen["real"] > 0, f"vacuous: hardly any padding in {what}"
-        assert seen["computed"] == seen["real"]
+        assert counts["padded"] > 1.05 * counts["real"] > 0, (
+            f"The batches of the {phase} must contain padding, or this test shows nothing."
+        )
+        assert counts["computed"] == counts["real"]
 
 
 @pytest.mark.slow
 def test_what_the_uses_learn(outcomes):
-    """256 definitions and a few steps with the default learning rate: better than before, and far
-    above chance, which is 1 in 64 for recall@1 and 0.5 for the reranker."""
+    """A few steps on 256 definitions with default learning rates improve the metrics.
+
+    The results are also far above those of a random order, which are 1/64 for recall@1 and 0.5 for
+    the reranker.
+    """
     metrics = {name: outcome["metrics"] for name, outcome in outcomes.items()}
     assert metrics["reranker"]["accuracy"] > max(0.6, metrics["reranker"]["before"]), metrics
+
     sparse = metrics["sparse_encoder"]
     assert sparse["after"] > max(2 / 64, sparse["before"]) and 1 < sparse["terms"] < 10_000
+
     late = metrics["late_interaction"]
     assert late["after"] > 10 / 64, metrics
+
     assert list(metrics["matryoshka"]) == ["384", "96", "24"]
     before, after = metrics["matryoshka"]["24"]
     assert after > max(10 / 64, before), metrics
+
     printed = outcomes["reranker"]["printed"]
     assert "learning rate: 6.4e-04 (hidden size 384)" in printed
     assert "pin_memory" not in printed
 
 
 def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
-    """The longest name wins, a name of two kinds is left out, and so is what is written like an
-    ordinary word."""
+    """examples/make_names.py tags the names of WordNet instances in WordNet glosses.
+
+    The longest name is tagged. Names of two types are omitted, and so are synsets that are not
+    instances.
+    """
     module = example("make_names")
     (tmp_path / "data.noun").write_text(
         "  1 a comment\n"
@@ -497,6 +570,7 @@ def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
         "005 18 n 01 Lincoln 0 001 @i 009 n 0000 | a president\n"
         "006 15 n 01 region 0 001 @ 009 n 0000 | not an instance\n"
     )
+
     names, sentences = module.read_names(tmp_path)
     assert names == {
         ("Byron",): "PER",
@@ -513,6 +587,7 @@ def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_quick_start_runs_from_top_to_bottom(bundled, tmp_path):
+    """examples/quickstart.py runs in a folder with only the files that it needs."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo").symlink_to(bundled)

@@ -1,4 +1,4 @@
-"""Test examples/query_router.py: queries and documents have their own encoders, also when saved."""
+"""Test examples/query_router.py, which combines an encoder of queries and one of documents."""
 
 import importlib.util
 import os
@@ -36,6 +36,7 @@ def bert_encoder(folder, hidden_size):
 
 @pytest.fixture
 def script():
+    """Import examples/query_router.py and return its module."""
     path = ROOT / "examples" / "query_router.py"
     spec = importlib.util.spec_from_file_location("query_router", path)
     module = importlib.util.module_from_spec(spec)
@@ -44,8 +45,10 @@ def script():
 
 
 def test_each_route_has_the_embeddings_of_its_encoder(script, tmp_path, capsys):
+    """The saved router encodes queries and documents with their own encoders."""
     documents = bert_encoder(tmp_path, 384)
     output = tmp_path / "router"
+
     script.main(["--document-model", documents, "--output", str(output)])
     assert "mean cosine between both embeddings of a text is" in capsys.readouterr().out
 
@@ -60,6 +63,7 @@ def test_each_route_has_the_embeddings_of_its_encoder(script, tmp_path, capsys):
     command = [sys.executable, "-c", code, str(output), str(tmp_path / "rows.npy"), *TEXTS]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+
     queries, texts = np.load(tmp_path / "rows.npy")
     for rows, folder in ((queries, str(ENCODER)), (texts, documents)):
         encoder = SentenceTransformer(folder, trust_remote_code=True, device="cpu")

@@ -1,7 +1,7 @@
 """Test the bundled sentence encoder.
 
-It loads from a new clone without this package, contains the current code, stays small, and
-retrieves texts by meaning.
+It loads in a process that cannot import this package, stays small, and retrieves texts by meaning.
+Its model card has the figures of results/.
 """
 
 import json
@@ -33,23 +33,27 @@ def encoder():
 
 
 def test_every_engine_reads_as_many_tokens():
-    """Each file that says where a text is cut."""
-    read = {
+    """All files that set the maximum sequence length contain the same value.
+
+    Different libraries read different files.
+    """
+    readers = {
         "sentence_bert_config.json": lambda data: data["max_seq_length"],
         "tokenizer_config.json": lambda data: data["model_max_length"],
         "tokenizer.json": lambda data: data["truncation"]["max_length"],
     }
-    lengths = {length(json.loads((FOLDER / name).read_text())) for name, length in read.items()}
+    lengths = {length(json.loads((FOLDER / name).read_text())) for name, length in readers.items()}
     assert lengths == {256}
 
 
 def test_it_is_small():
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
-    assert size <= 24_000_000, f"{size:,} bytes"
+    assert size <= 24_000_000, f"The folder must be at most 24 MB, got {size:,} bytes."
 
 
 @pytest.mark.slow
 def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
+    """The encoder loads with its own code in another process, and gives the same embeddings."""
     code = (
         "import sys, json; from sentence_transformers import SentenceTransformer; "
         f"model = SentenceTransformer({str(FOLDER)!r}, trust_remote_code=True, device='cpu'); "
@@ -57,28 +61,32 @@ def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
         "print(json.dumps([model.max_seq_length, model.encode(['a bird of prey']).tolist()]))"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
-    assert found.returncode == 0, found.stderr
-    length, (vector,) = json.loads(found.stdout.splitlines()[-1])
-    assert length == 256 and len(vector) == 384
-    assert vector == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
+    assert process.returncode == 0, process.stderr
+
+    length, (embedding,) = json.loads(process.stdout.splitlines()[-1])
+    assert length == 256 and len(embedding) == 384
+    assert embedding == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
 
 
 def test_it_runs_packed_in_every_precision(encoder):
+    """`PackedEncoder` runs the encoder without padding, and agrees with sentence-transformers."""
     texts = ["a bird of prey", "The committee met again, and nothing was decided.", "rain"]
-    expected = encoder.encode(texts)  # of length 1
-    for dtype, least in (("float32", 0.99999), ("float16", 0.99999), ("bfloat16", 0.9995)):
+    # The embeddings of the encoder are normalized.
+    expected = encoder.encode(texts)
+    for dtype, min_cosine in (("float32", 0.99999), ("float16", 0.99999), ("bfloat16", 0.9995)):
         packed = PackedEncoder(str(FOLDER), dtype=dtype, device="cpu")
-        assert packed.packs, "it would run on padded batches"
-        vectors = packed.encode(texts)
-        cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)
-        # A single word is the worst case: its rounding is not averaged over tokens.
-        assert cosines.min() > least, f"{dtype}: {cosines}"
+        assert packed.packs, "The encoder must run without padding."
+        embeddings = packed.encode(texts)
+        cosines = (embeddings * expected).sum(1) / np.linalg.norm(embeddings, axis=1)
+        # A single word is the worst case, because its rounding errors are not averaged over tokens.
+        assert cosines.min() > min_cosine, f"{dtype}: {cosines}"
 
 
 def test_it_finds_what_is_meant(encoder):
+    """A paraphrase retrieves the definition of the word that it describes."""
     rows = [line.split("\t") for line in DEFINITIONS.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 8000 and all(len(row) == 2 and all(row) for row in rows)
     words = {
@@ -87,46 +95,53 @@ def test_it_finds_what_is_meant(encoder):
         "someone who writes novels": "novelist",
     }
     rows = rows[::40] + [row for row in rows if row[0].split(", ")[0] in words.values()]
-    vectors = encoder.encode([definition for _, definition in rows])
+
+    embeddings = encoder.encode([definition for _, definition in rows])
     for query, word in words.items():
-        best = rows[int(encoder.similarity(encoder.encode(query), vectors)[0].argmax())]
+        best = rows[int(encoder.similarity(encoder.encode(query), embeddings)[0].argmax())]
         assert best[0].startswith(word), f"{query}: {best}"
 
 
 def test_its_figures_are_kept_with_it():
+    """figures.json describes the stored weights, not only those at the end of the training."""
     figures = json.loads((FOLDER / "figures.json").read_text())
     last = figures["agreement"][-1]
     assert last["step"] == figures["steps"]
-    # The stored weights, in float16 and float8, agree with the teacher like those of the training.
-    for kind in ("validation", "tweets", "editorials", "movies"):
-        stored = figures["stored"][f"{kind}_spearman"]
-        assert stored == pytest.approx(last[f"{kind}_spearman"], abs=0.001)
+    # The stored weights in float16 and float8 agree with the teacher as well as those of the
+    # training.
+    for source in ("validation", "tweets", "editorials", "movies"):
+        stored = figures["stored"][f"{source}_spearman"]
+        assert stored == pytest.approx(last[f"{source}_spearman"], abs=0.001)
 
 
 def test_its_card_says_what_was_measured_and_what_is_known():
-    """Both figures, that of the training domain and that of other text, are those of results/; the
-    metadata names the teacher on the Hub."""
+    """The model card names the teacher and the licenses, and its ratio on definitions is measured.
+
+    The ratio is that of the retrieval of WordNet definitions in results/encoder_tasks/.
+    """
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     metadata = yaml.safe_load(card.split("---\n")[1])
     assert metadata["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
     assert metadata["license"] == "apache-2.0"
-    # The Hub knows no other.
+    # The Hub accepts no other relations.
     assert metadata["base_model_relation"] in ("adapter", "finetune", "merge", "quantized")
+
     scores = [
         json.loads((ROOT / "results" / "encoder_tasks" / f"{name}.json").read_text())["scores"]
         for name in ("sentence-encoder", "all-MiniLM-L6-v2")
     ]
-    share = scores[0]["WordNetRetrieval"] / scores[1]["WordNetRetrieval"]
+    ratio = scores[0]["WordNetRetrieval"] / scores[1]["WordNetRetrieval"]
     page = (ROOT / "results" / "block_transfer.md").read_text(encoding="utf-8")
-    assert f"| {share:.3f} |" in card and f"| {share:.3f} |" in page
+    assert f"| {ratio:.3f} |" in card and f"| {ratio:.3f} |" in page
+
     assert "GCIDE (GPL-2 or later)" in card and "not settled" in card
     assert card.index("Retrieval on 13 types") < card.index("On dictionary definitions"), (
-        "Text that the project did not choose comes first."
+        "The results on text that is not from the training domain must come first."
     )
 
 
 def test_the_figures_of_the_card_are_those_of_the_benchmark():
-    """Every row about retrieval has the numbers of results/open_text.md."""
+    """The retrieval tables of the model card have the figures of results/open_text.md."""
     page = (ROOT / "results" / "open_text.md").read_text(encoding="utf-8")
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     by_type, systems = (
@@ -136,6 +151,7 @@ def test_the_figures_of_the_card_are_those_of_the_benchmark():
     )
     tables = [table_rows(part) for part in card.split("\n\n") if part.startswith("|")]
 
+    # Rows of the first table, and the names of these systems in results/open_text.md.
     names = {
         "all-MiniLM-L6-v2, the teacher": "teacher",
         "the teacher with layers 0, 1, 4, 5, without training": "teacher, layers 0, 1, 4, 5",
@@ -148,6 +164,7 @@ def test_the_figures_of_the_card_are_those_of_the_benchmark():
     rows = {row[0]: row[1:] for row in tables[0][1:]}
     for name, system in names.items():
         assert rows.pop(name) == systems[system], name
+    # The remaining row, with different encoders for queries and documents, is in the other table.
     (asymmetric,) = rows.values()
     assert asymmetric[0] == by_type["mean"][8]
 

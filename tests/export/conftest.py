@@ -1,4 +1,4 @@
-"""Fixtures for the tests of export: folders of tiny models."""
+"""Fixtures for the export tests: directories of tiny models, and padded batches."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from neobert import NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
 
 
-# Otherwise OpenVINO's converter sends usage data to Intel.
+# Without this variable, the converter of OpenVINO sends usage data to Intel.
 os.environ["CI"] = "true"
 
 
@@ -26,22 +26,27 @@ class SignalStack(ctypes.Structure):
 def keep_signal_stack():
     """Restore the alternative signal stack of the main thread after the tests of a file.
 
-    OpenVINO 2026.4 leaves a stack there that it has freed. Python handles signals on it, so that a
-    later test in the same process that sends itself a signal would end in a segmentation fault.
+    OpenVINO 2026.4 installs a stack and frees it without restoring the previous one. Python handles
+    signals on this stack, so a later test that sends a signal to its own process would crash with a
+    segmentation fault.
     """
     if sys.platform != "linux":
         yield
         return
+
     sigaltstack = ctypes.CDLL(None).sigaltstack
-    before = SignalStack()
-    assert sigaltstack(None, ctypes.byref(before)) == 0
+    original = SignalStack()
+    assert sigaltstack(None, ctypes.byref(original)) == 0
     yield
-    assert sigaltstack(ctypes.byref(before), None) == 0
+    assert sigaltstack(ctypes.byref(original), None) == 0
 
 
 @pytest.fixture(scope="session")
 def padded_batch():
-    """Function of texts' lengths that returns (input_ids, attention_mask), padded on the right."""
+    """Return a function that builds a random batch, padded on the right.
+
+    The function takes the sequence lengths and returns (input_ids, attention_mask).
+    """
 
     def make(*lengths):
         torch.manual_seed(3)
@@ -53,7 +58,10 @@ def padded_batch():
 
 @pytest.fixture(scope="session")
 def hub_folder(tmp_path_factory):
-    """Function of a model class and fields of its configuration that returns a Hub folder."""
+    """Return a function that saves a tiny random model with its tokenizer.
+
+    The function takes a model class and fields of its configuration, and returns the directory.
+    """
 
     def make(model_class=NeoBERTModel, **changes):
         folder = tmp_path_factory.mktemp("model") / "model"
@@ -66,8 +74,11 @@ def hub_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sentence_folder(tmp_path_factory, hub_folder):
-    """A folder of sentence-transformers with mean pooling, a Dense module, vectors of length 1, and
-    texts of up to 120 tokens."""
+    """Return the directory of a sentence-transformers model.
+
+    The model has mean pooling, a Dense module and normalized embeddings. It truncates texts to 120
+    tokens, and has a prompt "query".
+    """
     sentence_transformers = pytest.importorskip(
         "sentence_transformers", reason="needs sentence-transformers"
     )
@@ -75,16 +86,17 @@ def sentence_folder(tmp_path_factory, hub_folder):
 
     torch.manual_seed(1)
     transformer = modules.Transformer(str(hub_folder()))
-    parts = [
+    encoder_modules = [
         transformer,
         modules.Pooling(64, "mean"),
         modules.Dense(64, 48, activation_function=torch.nn.Tanh()),
         modules.Normalize(),
     ]
     model = sentence_transformers.SentenceTransformer(
-        modules=parts, device="cpu", prompts={"query": "a "}
+        modules=encoder_modules, device="cpu", prompts={"query": "a "}
     )
     model.max_seq_length = 120
+
     folder = tmp_path_factory.mktemp("sentences") / "model"
     folder.mkdir()
     save_for_all_versions(model, folder)

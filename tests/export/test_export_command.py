@@ -1,6 +1,6 @@
-"""Test `neobert export`.
+"""Test the parts of `neobert export` that all targets share.
 
-Targets, refusals, the files it reads, pooling, and the comparison with torch.
+These are the command line, loading the source model, pooling, and the comparison with torch.
 """
 
 import json
@@ -24,22 +24,25 @@ from neobert.export.options import ModelOptions
 from neobert.export.source import Pooling, open_source
 
 
-def opened(path, **options):
+def load_source(path, **options):
+    """Return the `SourceModel` of a directory."""
     with open_source(ModelOptions(folder=str(path), output="out", **options)) as source:
         return source
 
 
 # ------------------------------------------------------------------------------------------------
-# command
+# Command line
 
 
 def test_a_bad_command_is_one_sentence(capsys, tmp_path):
+    """Errors in the arguments are reported in one line, and no files are written."""
     assert __main__.main(["export", "tflite", "model", "out"]) == 2
     assert capsys.readouterr().err == (
         "neobert export: TARGET must be one of gguf, onnx, openvino, got 'tflite'.\n"
     )
     assert __main__.main(["export"]) == 2
     assert "got nothing." in capsys.readouterr().err
+
     pytest.importorskip("openvino", reason="needs the extra openvino")
     assert __main__.main(["export", "openvino", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith(
@@ -49,6 +52,7 @@ def test_a_bad_command_is_one_sentence(capsys, tmp_path):
 
 
 def test_a_missing_engine(monkeypatch):
+    """The error for a missing package contains the command that installs it."""
     monkeypatch.setitem(
         command.TARGETS, "onnx", command.Target("onnx", "onnx", ("no_such_engine",))
     )
@@ -57,15 +61,18 @@ def test_a_missing_engine(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# source
+# Source model
 
 
 def test_a_sentence_encoder(sentence_folder):
-    source = opened(sentence_folder)
+    """Check what is loaded from a directory of sentence-transformers."""
+    source = load_source(sentence_folder)
+
     assert (source.head.option, source.max_length, source.prompts["query"]) == ("base", 120, "a ")
-    kinds = [type(module).__name__ for module in source.pooling.modules]
-    assert kinds == ["Pooling", "Dense", "Normalize"]
+    class_names = [type(module).__name__ for module in source.pooling.modules]
+    assert class_names == ["Pooling", "Dense", "Normalize"]
     assert source.pooling.mode == "mean" and source.pooling.normalize
+
     state = load_file(sentence_folder / "2_Dense" / "model.safetensors")
     (dense,) = source.pooling.dense
     assert torch.equal(dense.linear.weight, state["linear.weight"])
@@ -73,28 +80,40 @@ def test_a_sentence_encoder(sentence_folder):
 
 
 def test_prompts_that_do_not_count(sentence_folder, tmp_path):
-    """A graph does not know where a prompt ends: it has no pooled output then, and the folder tells
-    its readers."""
-    source = opened(sentence_folder)
-    left_out = replace(source, pooling=replace(source.pooling, include_prompt=False))
-    both = ["last_hidden_state", "sentence_embedding"]
-    assert Graph(source).outputs == Graph(replace(left_out, prompts={"query": ""})).outputs == both
-    assert Graph(left_out).outputs == both[:1]
+    """Check the export of a model whose pooling excludes the tokens of prompts.
+
+    The inputs of a graph do not mark the end of a prompt, so the graph has no pooled output. The
+    pooling configuration of the export states that prompts are excluded.
+    """
+    source = load_source(sentence_folder)
+    excluding = replace(source, pooling=replace(source.pooling, include_prompt=False))
+    both_outputs = ["last_hidden_state", "sentence_embedding"]
+    assert (
+        Graph(source).outputs
+        == Graph(replace(excluding, prompts={"query": ""})).outputs
+        == both_outputs
+    )
+    assert Graph(excluding).outputs == both_outputs[:1]
+
     (tmp_path / "tokenizer").mkdir()
-    for exported, counts in ((source, True), (left_out, False)):
-        place = tmp_path / str(counts)
-        place.mkdir()
-        folder._write_common(place, replace(exported, tokenizer_folder=tmp_path / "tokenizer"))
-        pooling = json.loads((place / "1_Pooling" / "config.json").read_text())
-        assert pooling["include_prompt"] is counts
-        settings = json.loads((place / "config_sentence_transformers.json").read_text())
+    for exported, include_prompt in ((source, True), (excluding, False)):
+        output_folder = tmp_path / str(include_prompt)
+        output_folder.mkdir()
+        folder._write_common(
+            output_folder, replace(exported, tokenizer_folder=tmp_path / "tokenizer")
+        )
+        pooling = json.loads((output_folder / "1_Pooling" / "config.json").read_text())
+        assert pooling["include_prompt"] is include_prompt
+        settings = json.loads((output_folder / "config_sentence_transformers.json").read_text())
         assert settings["prompts"]["query"] == "a "
 
 
 def test_the_head_is_what_the_weights_are(hub_folder):
+    """The default head is that of the weights, and `--head base` loads the encoder only."""
     model_folder = hub_folder(NeoBERTForMaskedLM)
-    assert opened(model_folder).head.option == "masked-lm"
-    base = opened(model_folder, head="base")
+    assert load_source(model_folder).head.option == "masked-lm"
+
+    base = load_source(model_folder, head="base")
     assert base.head.option == "base" and base.pooling is None
     expected = load_file(model_folder / "model.safetensors")[
         "model.transformer_encoder.1.qkv.weight"
@@ -103,53 +122,70 @@ def test_the_head_is_what_the_weights_are(hub_folder):
 
 
 def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
+    """The export of a raw training checkpoint has the weights of the same model as a Hub folder."""
     model_folder = hub_folder(NeoBERTForMaskedLM)
     raw = tmp_path / "raw"
     shutil.copytree(model_folder, raw)
     (raw / "model.safetensors").unlink()
     torch.save(load_file(model_folder / "model.safetensors"), raw / "state_dict.pt")
+    # The comparison after a conversion has tests of its own.
     monkeypatch.setattr(verify, "verify", lambda folder, conversion, expected, scratch: expected)
-    source, expected = opened(raw), opened(model_folder)
+
+    source = load_source(raw)
+    expected_source = load_source(model_folder)
     assert source.head.option == "masked-lm"
-    for actual, wanted in zip(source.model.parameters(), expected.model.parameters()):
-        assert torch.equal(actual, wanted)
+    for actual, expected in zip(source.model.parameters(), expected_source.model.parameters()):
+        assert torch.equal(actual, expected)
 
 
 def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
+    """Check the error messages for models that cannot be exported.
+
+    These are heads and model types without support, files without some of the tensors, and modules
+    of sentence-transformers that are not part of the graphs.
+    """
     with pytest.raises(UserError, match="multiple-choice models cannot be exported"):
-        opened(hub_folder(NeoBERTForMultipleChoice))
+        load_source(hub_folder(NeoBERTForMultipleChoice))
+
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "bert" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="must be a NeoBERT, got a bert model"):
-        opened(tmp_path / "bert")
+        load_source(tmp_path / "bert")
+
     damaged = tmp_path / "damaged"
     shutil.copytree(hub_folder(), damaged)
     (damaged / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     with pytest.raises(UserError, match="lacks tensors of NeoBERTModel: encoder.weight, "):
-        opened(damaged)
+        load_source(damaged)
+
     other = tmp_path / "other"
     shutil.copytree(sentence_folder, other)
     modules = json.loads((other / "modules.json").read_text())
-    for kinds, message in (
+    for class_names, message in (
         ("Transformer, Pooling, LSTM", "last, got Transformer, Pooling, LSTM"),
         ("Transformer, Pooling, Normalize, Dense", "and Normalize last, got"),
     ):
-        pairs = zip(modules, kinds.split(", "))
-        changed = [{**part, "type": f"sentence_transformers.models.{kind}"} for part, kind in pairs]
+        pairs = zip(modules, class_names.split(", "))
+        changed = [
+            {**module, "type": f"sentence_transformers.models.{class_name}"}
+            for module, class_name in pairs
+        ]
         (other / "modules.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=message):
-            opened(other)
+            load_source(other)
 
 
 # ------------------------------------------------------------------------------------------------
-# pooling
+# Pooling
 
 
 def test_pooling_by_its_formulas():
+    """Each pooling mode equals its formula in numpy, without and with normalization."""
     from sentence_transformers import models
 
-    hidden, mask = torch.randn(2, 5, 3), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    hidden = torch.randn(2, 5, 3)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     rows = [hidden[0, :3].numpy(), hidden[1].numpy()]
     weights = [np.arange(1, len(row) + 1)[:, None] for row in rows]
     expected = {
@@ -160,53 +196,62 @@ def test_pooling_by_its_formulas():
         "mean_sqrt_len_tokens": [row.sum(0) / np.sqrt(len(row)) for row in rows],
         "weightedmean": [(row * w).sum(0) / w.sum() for row, w in zip(rows, weights)],
     }
-    for mode, vectors in expected.items():
-        vectors = np.stack(vectors)
+
+    for mode, embeddings in expected.items():
+        embeddings = np.stack(embeddings)
         pooling = Pooling(mode, True, (models.Pooling(3, mode),))
-        assert np.allclose(pooling(hidden, mask).numpy(), vectors, atol=1e-6), mode
-        normed = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        assert np.allclose(pooling(hidden, mask).numpy(), embeddings, atol=1e-6), mode
+        normalized = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
         pooling = Pooling(mode, True, (*pooling.modules, models.Normalize()))
-        assert np.allclose(pooling(hidden, mask).numpy(), normed, atol=1e-6), mode
+        assert np.allclose(pooling(hidden, mask).numpy(), normalized, atol=1e-6), mode
 
 
 # ------------------------------------------------------------------------------------------------
-# check
+# Comparison with torch
 
 
 @pytest.fixture(scope="module")
 def reference(sentence_folder):
-    source = opened(sentence_folder)
+    """Return a source model and its `Reference`."""
+    source = load_source(sentence_folder)
     return source, Reference(source)
 
 
 def test_the_comparison_sees_one_wrong_token(reference):
+    """Check that one wrong token or embedding decides the result, and that padding is ignored.
+
+    The engine of the test is torch with one of these errors.
+    """
     source, comparison = reference
 
-    def run(ids, mask, spoil=None):
+    def run(ids, mask, error=None):
         with torch.no_grad():
             hidden = source.model(ids, attention_mask=mask).last_hidden_state.clone()
-        vectors = source.pooling(hidden, mask)
-        if spoil == "token":
+        embeddings = source.pooling(hidden, mask)
+        if error == "token":
             hidden[-1, 1] *= -1
-        if spoil == "pooled":
-            vectors[-1] *= -1
-        if spoil == "padding":
+        if error == "pooled":
+            embeddings[-1] *= -1
+        if error == "padding":
             hidden[mask == 0] = float("nan")
-            vectors = source.pooling(hidden.nan_to_num(), mask)
-            return {"last_hidden_state": hidden.nan_to_num(1e3), "sentence_embedding": vectors}
-        return {"last_hidden_state": hidden.numpy(), "sentence_embedding": vectors.numpy()}
+            embeddings = source.pooling(hidden.nan_to_num(), mask)
+            return {"last_hidden_state": hidden.nan_to_num(1e3), "sentence_embedding": embeddings}
+        return {"last_hidden_state": hidden.numpy(), "sentence_embedding": embeddings.numpy()}
 
-    for spoil in (None, "padding"):
-        agreement = comparison.agreement(partial(run, spoil=spoil))
+    # Values at padding positions are not compared.
+    for error in (None, "padding"):
+        agreement = comparison.agreement(partial(run, error=error))
         assert (agreement.token, agreement.pooled) == pytest.approx((1, 1), abs=1e-6)
-    for spoil in ("token", "pooled"):
-        worst = getattr(comparison.agreement(partial(run, spoil=spoil)), spoil)
+    for error in ("token", "pooled"):
+        worst = getattr(comparison.agreement(partial(run, error=error)), error)
         assert worst == pytest.approx(-1, abs=1e-6)
+
     with pytest.raises(UserError, match="last_hidden_state must have the shape .*, got nothing"):
         comparison.agreement(lambda ids, mask: {})
 
 
 def test_a_cosine_that_is_not_a_number_is_the_worst():
+    """A NaN among the cosines makes the comparison fail. Python's `min` might skip it."""
     worst = check._worst([torch.tensor([0.9, float("nan")]), torch.tensor([0.8])])
     with pytest.raises(
         UserError, match="worst pooled cosine to torch must be at least 0.7, got nan"
@@ -216,6 +261,7 @@ def test_a_cosine_that_is_not_a_number_is_the_worst():
 
 
 def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):
+    """Without a tokenizer, an export fails and writes nothing."""
     output = tmp_path / "out"
     command = ["export", "onnx", str(hub_folder()), str(output), "--tokenizer", "none"]
     assert __main__.main(command) == 2 and not output.exists()

@@ -1,7 +1,7 @@
-"""Test `neobert export gguf`: tensors, keys and tokens as llama.cpp expects them.
+"""Test that `neobert export gguf` writes the tensors, keys and tokens that llama.cpp expects.
 
-`make test-engines` runs llama.cpp itself. Here PyPI `gguf` reads the file, and numpy computes the
-graph of the engine.
+These tests read the file with the package `gguf` from PyPI and compute its outputs in numpy
+(gguf_engine.py). `make test-engines` runs llama.cpp itself.
 """
 
 from dataclasses import replace
@@ -38,40 +38,47 @@ from . import gguf_engine  # noqa: E402
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [unused0] the rain ##ing sao quick ##ly naive".split()
-# Letters, digits and marks, so that few texts have an unknown word.
+# Single letters, digits and punctuation marks, so that few words are unknown.
 WORDS += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")]
 WORDS += list("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~中")
-HIDDEN, COUNT, HEAD_DIM = 64, 4, 16
+HIDDEN, NUM_HEADS, HEAD_DIM = 64, 4, 16
 SMALL = {
     "vocab_size": len(WORDS) + 2,
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
-    "num_attention_heads": COUNT,
+    "num_attention_heads": NUM_HEADS,
     "intermediate_size": 512,
     "max_position_embeddings": 256,
 }
 
 
 def tokenizer_of(folder, **options):
+    """Write the vocabulary to a directory, and return a BERT tokenizer with it."""
     path = folder / "vocab.txt"
     path.write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     return BertTokenizerFast(vocab=str(path), vocab_file=str(path), **options)
 
 
-def pooling_of(mode, *others, include_prompt=True):
+def pooling_of(mode, *factories, include_prompt=True):
+    """Return a pooling. Each factory creates a further module from sentence_transformers.models."""
     models = pytest.importorskip("sentence_transformers.models")
-    first = models.Pooling(HIDDEN, mode)
-    return Pooling(mode, include_prompt, (first, *(other(models) for other in others)))
+    pooling = models.Pooling(HIDDEN, mode)
+    return Pooling(mode, include_prompt, (pooling, *(factory(models) for factory in factories)))
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Return make(model_class, pooling=..., **config) -> SourceModel, as the command reads it."""
+    """Return a function that builds the `SourceModel` of a tiny random model.
+
+    The function takes a model class, the pooling mode, options of the tokenizer, the head, and
+    fields of the configuration.
+    """
 
     def source(model_class=NeoBERTModel, pooling=None, tokenizer=None, head=None, **changes):
         model = build(model_class, **{**SMALL, **changes})
         model.config.unpad_inputs = False
         (tmp_path / "model").mkdir(exist_ok=True)
+
         return SourceModel(
             name="model",
             folder=tmp_path / "model",
@@ -89,7 +96,7 @@ def make(tmp_path):
 
 
 def export(source, *options, name="out.gguf"):
-    """The target's part of `neobert export gguf`; returns the path of the file."""
+    """Export a source model with options of `neobert export gguf`, and return the file's path."""
     output = source.folder.parent / name
     _, arguments = OPTIONS["export"].read(["gguf", str(source.folder), str(output), *options])
     target.check_output(arguments)
@@ -98,37 +105,51 @@ def export(source, *options, name="out.gguf"):
 
 
 def read(path):
-    """{name: value} of a file's keys, and {name: (type, numbers)} of its tensors."""
-    reader, start = gguf.GGUFReader(path), "neo-bert."
-    keys = {name.removeprefix(start): field.contents() for name, field in reader.fields.items()}
+    """Read a GGUF file.
+
+    Returns:
+        The values of its keys by name, without the prefix "neo-bert.", and its tensors by name, as
+        (type, float32 values).
+    """
+    reader = gguf.GGUFReader(path)
+    prefix = "neo-bert."
+    keys = {name.removeprefix(prefix): field.contents() for name, field in reader.fields.items()}
     tensors = {}
     for tensor in reader.tensors:
-        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
         shape = tensor.shape.tolist()[::-1]
-        tensors[tensor.name] = (tensor.tensor_type.name, numbers.reshape(shape))
+        tensors[tensor.name] = (tensor.tensor_type.name, values.reshape(shape))
     return keys, tensors
 
 
 # ------------------------------------------------------------------------------------------------
-# layout
+# Tensors and keys
 
 
 def test_queries_keys_and_values_are_three_blocks(make):
-    """Head h's query, row i, is row (h * 3 + 0) * K + i in NeoBERT and row h * K + i of the first
-    block in llama.cpp; keys and values likewise."""
+    """Check the order of the rows of `attn_qkv`.
+
+    In NeoBERT, row i of the query of head h is row (h * 3 + 0) * K + i. In llama.cpp, it is row
+    h * K + i of the first of three blocks. Keys and values are numbered in the same way.
+    """
     source = make()
     _, tensors = read(export(source, "--dtype", "f32"))
     published = source.model.transformer_encoder[1].qkv.weight
     _, written = tensors["blk.1.attn_qkv.weight"]
+
     for part in range(3):
-        for head in range(COUNT):
+        for head in range(NUM_HEADS):
             for row in (0, HEAD_DIM - 1):
                 expected = published[(head * 3 + part) * HEAD_DIM + row].detach().numpy()
                 assert (written[part * HIDDEN + head * HEAD_DIM + row] == expected).all()
 
 
 def test_names_and_shapes(make):
-    """512 gives a feed-forward of 344, 2/3 rounded up to a multiple of 8."""
+    """Check the names and shapes of all tensors.
+
+    The feed-forward has 344 inner units: 2/3 of the `intermediate_size` 512, rounded up to a
+    multiple of 8.
+    """
     keys, tensors = read(export(make(NeoBERTForMaskedLM), "--dtype", "f32"))
     block = {
         "attn_norm": (64,),
@@ -140,37 +161,46 @@ def test_names_and_shapes(make):
     }
     expected = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in block.items()}
     expected |= {"token_embd.weight": (SMALL["vocab_size"], 64), "enc.output_norm.weight": (64,)}
-    # The masked-LM decoder has no place there.
-    assert {name: numbers.shape for name, (_, numbers) in tensors.items()} == expected
+
+    # The masked-LM decoder is left out, because llama.cpp does not use it.
+    assert {name: values.shape for name, (_, values) in tensors.items()} == expected
     assert keys["general.architecture"] == "neo-bert" and keys["feed_forward_length"] == 344
 
 
 @pytest.mark.parametrize("dtype, file_type", (("f32", 0), ("f16", 1), ("q8_0", 7), ("q5_0", 8)))
 def test_types_of_the_tensors(make, dtype, file_type):
-    """Vectors stay float32. w3's rows of 344 are no multiple of 32, the block of q8_0
-    and q5_0."""
+    """Check the storage type of each tensor, and the rounding errors of a matrix.
+
+    Vectors stay in float32. The rows of `ffn_down` have 344 values, which is not a multiple of the
+    block size 32 of q8_0 and q5_0, so this matrix stays in float16. A q5_0 file has q4_0 token
+    embeddings.
+    """
     source = make()
     keys, tensors = read(export(source, "--dtype", dtype))
     assert keys["general.file_type"] == file_type
-    for name, (kind, numbers) in tensors.items():
-        expected = "F32" if numbers.ndim == 1 else dtype.upper()
+
+    for name, (storage_type, values) in tensors.items():
+        expected = "F32" if values.ndim == 1 else dtype.upper()
         if dtype.startswith("q") and "ffn_down" in name:
             expected = "F16"
         if dtype == "q5_0" and name == "token_embd.weight":
             expected = "Q4_0"
-        assert kind == expected, f"{name} is {kind}"
+        assert storage_type == expected, f"{name} has the type {storage_type}"
+
     exact = source.model.transformer_encoder[0].ffn.w12.weight.detach().numpy()
     error = np.abs(tensors["blk.0.ffn_up.weight"][1] - exact)
-    # Half a step: of float16's 11 bits, down to 2^-24; of 1/127 of the largest of 32 numbers, which
-    # float16 itself stores (127 times 2^-11).
+    # q8_0 has 127 steps up to the largest of 32 values, and stores the step size in float16. Its
+    # error is half a step, plus 127 * 2^-11 steps for the rounded step size. The error of float16
+    # is 2^-11 of the value, or 2^-25 for subnormal values.
     steps = np.abs(exact).reshape(-1, 32).max(axis=1).repeat(32).reshape(exact.shape) / 127
     half = np.maximum(2.0**-11 * np.abs(exact), 2.0**-25)
-    # q5_0 has 16 steps below zero and 15 above: a number may be cut by a whole one.
+    # q5_0 has 16 steps below zero and 15 above, so that a value may be clipped by a whole step.
     bounds = {"f32": 0.0, "f16": half, "q8_0": 0.563 * steps, "q5_0": 127 / 15.9 * steps}
     assert (error <= bounds[dtype]).all()
 
 
 def test_license_and_base_model_are_those_that_are_known(make):
+    """The license and the base model of the source are written to the general keys."""
     keys, _ = read(export(make()))
     assert keys["general.license"] == "cc0-1.0" and keys["general.base_model.count"] == 1
     assert keys["general.base_model.0.repo_url"] == "https://huggingface.co/you/yours"
@@ -186,16 +216,20 @@ def test_keys_of_the_architecture(make):
     assert keys["attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
 
 
-@pytest.mark.parametrize("pooling, number", ((None, 1), ("mean", 1), ("cls", 2), ("lasttoken", 3)))
-def test_pooling_of_the_folder(make, pooling, number):
-    assert read(export(make(pooling=pooling)))[0]["pooling_type"] == number
+@pytest.mark.parametrize(
+    "pooling, pooling_type", ((None, 1), ("mean", 1), ("cls", 2), ("lasttoken", 3))
+)
+def test_pooling_of_the_folder(make, pooling, pooling_type):
+    """The pooling of the source is written. A model without pooling gets mean pooling."""
+    assert read(export(make(pooling=pooling)))[0]["pooling_type"] == pooling_type
 
 
 # ------------------------------------------------------------------------------------------------
-# rotary
+# Rotary positions
 
 
 def test_linear_scaling(make):
+    """Check the keys of linear RoPE scaling. The factor multiplies the context length."""
     keys, _ = read(export(make(rope_scaling={"rope_type": "linear", "factor": 3.0})))
     values = [keys[name] for name in ("rope.scaling.type", "rope.scaling.factor", "context_length")]
     assert values == ["linear", 3.0, 768]
@@ -205,7 +239,11 @@ def test_linear_scaling(make):
     "more, attention", (({}, 1.0), ({"attention_factor": 1.3, "beta_fast": 32.0}, 1.1417238))
 )
 def test_yarn(make, more, attention):
-    """The engine multiplies 1 + ln(4) / 10 in by itself: 1.3 / 1.138629 = 1.141724."""
+    """Check the keys of YaRN.
+
+    llama.cpp multiplies the attention factor by 1 + ln(4) / 10, so that the file contains the
+    quotient: 1.3 / 1.138629 = 1.141724. The default factor is 1 + ln(4) / 10 itself.
+    """
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **more}
     keys, _ = read(export(make(rope_scaling=scaling), "--dtype", "f32"))
     assert keys["rope.scaling.type"] == "yarn" and keys["rope.scaling.factor"] == 4.0
@@ -214,11 +252,12 @@ def test_yarn(make, more, attention):
 
 
 # ------------------------------------------------------------------------------------------------
-# classifier
+# Classifier
 
 
 @pytest.mark.parametrize("labels", (1, 2, 3))
 def test_a_classifier(make, labels, capsys):
+    """A sequence classifier is exported with its layers and the names of its labels."""
     names = {i: f"kind {i}" for i in range(labels)}
     source = make(NeoBERTForSequenceClassification, num_labels=labels, id2label=names)
     keys, tensors = read(export(source, "--dtype", "f32"))
@@ -231,19 +270,26 @@ def test_a_classifier(make, labels, capsys):
 
 
 # ------------------------------------------------------------------------------------------------
-# tokenizer
+# Tokenizer
 
 
 def test_the_vocabulary(make):
+    """Check the tokens, their types and the special tokens.
+
+    In llama.cpp, a token that begins a word has the prefix U+2581, and other tokens have none.
+    """
     keys, _ = read(export(make()))
-    words, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
     assert keys["tokenizer.ggml.model"] == "bert"
-    assert len(words) == len(kinds) == SMALL["vocab_size"]
-    assert words[:9] == [*WORDS[:6], "\u2581the", "\u2581rain", "ing"]
-    assert words[WORDS.index("[")] == "\u2581[" and words[WORDS.index("#")] == "\u2581#"
-    assert kinds[:7] == [3, 3, 3, 3, 3, 1, 1], "special tokens are CONTROL, the others NORMAL"
-    # Rows without a token are UNUSED.
-    assert words[-2:] == [f"[PAD{len(WORDS) + i}]" for i in range(2)] and kinds[-2:] == [5, 5]
+    assert len(tokens) == len(types) == SMALL["vocab_size"]
+    assert tokens[:9] == [*WORDS[:6], "\u2581the", "\u2581rain", "ing"]
+    assert tokens[WORDS.index("[")] == "\u2581[" and tokens[WORDS.index("#")] == "\u2581#"
+    assert types[:7] == [3, 3, 3, 3, 3, 1, 1], (
+        "special tokens must be CONTROL (3), and the others NORMAL (1)"
+    )
+    # Rows of the embedding without a token are UNUSED (5).
+    assert tokens[-2:] == [f"[PAD{len(WORDS) + i}]" for i in range(2)] and types[-2:] == [5, 5]
+
     ids = {"bos": 2, "cls": 2, "eos": 3, "seperator": 3, "unknown": 1, "padding": 0, "mask": 4}
     assert {name: keys[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
     added = [keys[f"tokenizer.ggml.add_{name}_token"] for name in ("bos", "eos", "sep")]
@@ -256,16 +302,16 @@ TEXTS += ["x" * 30, "€ unknown", "\u200bthe", ""]
 
 @pytest.mark.parametrize("lowercase", (True, False))
 def test_texts_are_cut_alike(make, lowercase):
-    """The engine's way of cutting, on the words of the file, against the tokenizer of
-    transformers."""
+    """llama.cpp's algorithm returns the token ids of transformers for the exported vocabulary."""
     source = make(tokenizer={"do_lower_case": lowercase})
-    engine, tokenizer = gguf_engine.Engine(export(source)), source.tokenizer
+    engine = gguf_engine.Engine(export(source))
+    tokenizer = source.tokenizer
     for text in TEXTS:
         assert engine.tokenize(text) == tokenizer(text)["input_ids"], text
 
 
 # ------------------------------------------------------------------------------------------------
-# the numbers
+# Outputs
 
 
 @pytest.mark.parametrize(
@@ -273,6 +319,7 @@ def test_texts_are_cut_alike(make, lowercase):
 )
 @torch.no_grad()
 def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
+    """The hidden states of llama.cpp's graph are those of torch, with each type of RoPE scaling."""
     source = make(rope_scaling=scaling, rope_theta=500.0)
     engine = gguf_engine.Engine(export(source, "--dtype", "f32"))
     ids = torch.randint(5, len(WORDS), (1, 200))
@@ -283,7 +330,10 @@ def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
 
 @pytest.fixture
 def published_order(monkeypatch):
-    """The rows as other converters write them. Such a file loads in llama.cpp."""
+    """Export `attn_qkv` with its rows in the order of NeoBERT.
+
+    Other converters write such files. llama.cpp loads them and computes wrong embeddings.
+    """
     tensors_of = gguf_file.tensors_of
 
     def as_published(model):
@@ -296,69 +346,79 @@ def published_order(monkeypatch):
 
 
 def test_rows_in_the_published_order_are_other_vectors(make, published_order):
-    """The comparison of the tests sees what llama.cpp would not."""
+    """Check that the comparison of these tests detects the wrong order of rows in `attn_qkv`."""
     source = make()
     engine = gguf_engine.Engine(export(source))
     assert Reference(source).agreement(engine.run).token < 0.9
 
 
 @pytest.mark.parametrize(
-    "dtype, least", [("f32", 0.99999), ("f16", 0.999), ("q8_0", 0.98), ("q5_0", 0.9)]
+    "dtype, min_cosine", [("f32", 0.99999), ("f16", 0.999), ("q8_0", 0.98), ("q5_0", 0.9)]
 )
 @pytest.mark.parametrize("model_class", [NeoBERTModel, NeoBERTForSequenceClassification])
-def test_what_llama_cpp_computes_of_a_file(make, model_class, dtype, least):
-    """Over texts of many lengths, alone and padded: the vectors or logits of torch."""
+def test_what_llama_cpp_computes_of_a_file(make, model_class, dtype, min_cosine):
+    """llama.cpp's graph has the outputs of torch on texts of many lengths, alone and padded."""
     labels = {"num_labels": 3} if model_class is NeoBERTForSequenceClassification else {}
     source = make(model_class, **labels)
     engine = gguf_engine.Engine(export(source, "--dtype", dtype))
     agreement = Reference(source).agreement(engine.run)
-    assert agreement.pooled > least and (agreement.token or 1) > least
+    assert agreement.pooled > min_cosine and (agreement.token or 1) > min_cosine
 
 
 def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatch, capsys):
+    """`--check` compares an existing file with the model, and does not change the file."""
     source = make(pooling="mean")
     path = export(source, name="theirs.gguf").rename(source.folder.parent / "theirs.bin")
-    before = path.read_bytes()
+    content_before = path.read_bytes()
     monkeypatch.undo()
+
     with pytest.raises(
         UserError, match=r"theirs.bin does not contain this model: largest error [1-9]"
     ):
         export(source, "--check", name="theirs.bin")
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content_before
+
     export(source)
     capsys.readouterr()
     export(source, "--check")
     assert "out.gguf contains this model: largest error " in capsys.readouterr().out
-    for content, words in (
+
+    for content, message in (
         (b"my notes", "must be a GGUF file: "),
         (None, "no file "),
     ):
         path.write_bytes(content) if content else path.unlink()
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             export(source, "--check", name="theirs.bin")
 
 
 def test_a_file_that_llama_cpp_does_not_load(make):
-    """341 for 344 is what other converters write."""
+    """`--check` rejects a file with the wrong feed-forward length, which llama.cpp does not load.
+
+    Other converters write 341, 2/3 of the `intermediate_size`, instead of 344.
+    """
     path = export(source := make())
-    content, name = path.read_bytes(), b"feed_forward_length"
-    at = content.index(name) + len(name)  # then the type of its value, uint32, and the value
-    right, wrong = (number.to_bytes(4, "little") for number in (344, 341))
-    path.write_bytes(content[:at] + content[at:].replace(right, wrong, 1))
+    content = path.read_bytes()
+    name = b"feed_forward_length"
+    # The name is followed by the type of the value, uint32, and by the value.
+    value_start = content.index(name) + len(name)
+    correct, wrong = (number.to_bytes(4, "little") for number in (344, 341))
+    path.write_bytes(content[:value_start] + content[value_start:].replace(correct, wrong, 1))
     with pytest.raises(UserError, match="this model: neo-bert.feed_forward_length differs"):
         export(source, "--check")
 
 
 # ------------------------------------------------------------------------------------------------
-# refusals
+# Unsupported models
 
 
-def scaled(kind, **options):
-    return {"rope_scaling": {"rope_type": kind, "factor": 2.0, **options}}
+def scaled(rope_type, **options):
+    """Return fields of the configuration with RoPE scaling."""
+    return {"rope_scaling": {"rope_type": rope_type, "factor": 2.0, **options}}
 
 
 @pytest.mark.parametrize(
-    "model_class, changes, words",
+    "model_class, changes, message",
     (
         (
             NeoBERTModel,
@@ -396,37 +456,44 @@ def scaled(kind, **options):
         ),
     ),
 )
-def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, words):
+def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, message):
+    """The error for an unsupported model names the other export targets, and no file is written."""
     source = make(model_class, **changes)
     with pytest.raises(
         UserError, match="`neobert export onnx` or `neobert export openvino`"
-    ) as caught:
+    ) as error:
         export(source)
-    assert words in str(caught.value) and not (source.folder.parent / "out.gguf").exists()
+    assert message in str(error.value) and not (source.folder.parent / "out.gguf").exists()
 
 
 def test_a_pooling_that_llama_cpp_does_not_have(make):
+    """Dense modules, and prompts that are excluded from the pooling, are not supported."""
     source = make()
     dense = pooling_of("mean", lambda models: models.Dense(HIDDEN, 8))
     with pytest.raises(UserError, match="not support Dense layers after pooling"):
         export(replace(source, pooling=dense))
+
     source = replace(source, pooling=pooling_of("mean", include_prompt=False))
     with pytest.raises(UserError, match="includes prompts in the pooling"):
         export(replace(source, prompts={"query": "the rain ", "document": ""}))
-    assert export(replace(source, prompts={"document": ""})).exists(), "no prompt to leave out"
+    assert export(replace(source, prompts={"document": ""})).exists(), (
+        "a model with empty prompts only must be supported"
+    )
 
 
 def test_numbers_that_float16_does_not_reach(make):
+    """Values beyond the range of float16 are an error, because they would become infinite."""
     source = make()
     with torch.no_grad():
         source.model.transformer_encoder[0].wo.weight[0, 0] = 70000.0
-    words = r"blk.0.attn_output.weight must be at most 65504 in float16, got 7e\+04. Use --dty"
-    with pytest.raises(UserError, match=words):
+    message = r"blk.0.attn_output.weight must be at most 65504 in float16, got 7e\+04. Use --dty"
+    with pytest.raises(UserError, match=message):
         export(source, "--dtype", "f16")
     assert export(source, "--dtype", "f32").exists()
 
 
 def test_another_kind_of_tokenizer(tmp_path):
+    """A tokenizer that splits words differently from BERT is not supported."""
     tokenizer = tokenizer_of(tmp_path)
     tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
     writer = gguf.GGUFWriter(None, "neo-bert")
@@ -437,16 +504,17 @@ def test_another_kind_of_tokenizer(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# files
+# Output files
 
 
 def test_outputs_that_cannot_be(make):
+    """The output must end in .gguf, and must not be inside the model directory."""
     source = make()
-    for name, words in (
+    for name, message in (
         ("out.bin", "must be a file that ends in .gguf"),
         ("model/out.gguf", "must not contain each other"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             export(source, name=name)
 
 
@@ -456,13 +524,17 @@ def test_the_same_model_gives_the_same_bytes(make):
 
 
 def test_the_command(tmp_path, capsys):
-    """From a folder of a head that llama.cpp does not have: refused, and its backbone exported on
-    demand."""
-    folder, output = tmp_path / "model", tmp_path / "out.gguf"
+    """Check the command with a model whose head llama.cpp does not support.
+
+    The error recommends `--head base`, which exports the backbone.
+    """
+    folder = tmp_path / "model"
+    output = tmp_path / "out.gguf"
     build(NeoBERTForTokenClassification, num_labels=3, **SMALL).save_pretrained(folder)
     tokenizer_of(folder).save_pretrained(folder)
     with pytest.raises(UserError, match="Use --head base to export its backbone"):
         command.main(["gguf", str(folder), str(output)])
+
     options = ["--head", "base", "--dtype", "q8_0"]
     assert command.main(["gguf", str(folder), str(output), *options]) == 0
     assert "out.gguf (q8_0, 0.2 MB): largest error " in capsys.readouterr().out

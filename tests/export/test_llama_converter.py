@@ -1,6 +1,6 @@
 """Test the patch for llama.cpp's converter (upstream/llama_cpp).
 
-The patched converter writes the same tensors as `neobert export gguf`.
+The patched converter must write the same tensors as `neobert export gguf`.
 """
 
 import json
@@ -24,11 +24,14 @@ NeoBert = runpy.run_path(str(ROOT / "upstream" / "llama_cpp" / "conversion_neobe
 
 
 class BertModel:
-    """What the converter's base class does of it: the pooling of a folder, names by the table of
-    `gguf`."""
+    """Minimal substitute for the base class `BertModel` of llama.cpp's converter.
+
+    It writes the pooling of the directory, and translates tensor names with the table of `gguf`.
+    """
 
     def __init__(self, folder, path):
-        self.dir_model, self.gguf_writer = folder, gguf.GGUFWriter(path, gguf_file.ARCHITECTURE)
+        self.dir_model = folder
+        self.gguf_writer = gguf.GGUFWriter(path, gguf_file.ARCHITECTURE)
         self.hparams = json.loads((folder / "config.json").read_text())
         blocks = self.hparams["num_hidden_layers"]
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.NEO_BERT, blocks)
@@ -44,8 +47,8 @@ class BertModel:
     def write(self):
         self.set_gguf_parameters()
         for name, tensor in load_file(self.dir_model / "model.safetensors").items():
-            for new, data in self.modify_tensors(tensor, name, None):
-                self.gguf_writer.add_tensor(new, data.contiguous().numpy())
+            for new_name, data in self.modify_tensors(tensor, name, None):
+                self.gguf_writer.add_tensor(new_name, data.contiguous().numpy())
         self.gguf_writer.write_header_to_file()
         self.gguf_writer.write_kv_data_to_file()
         self.gguf_writer.write_tensors_to_file()
@@ -54,16 +57,26 @@ class BertModel:
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_the_converter_s_file_holds_the_model(pooling, tmp_path):
-    # A feed-forward of 344: two thirds of 512 are 341, which llama.cpp does not load.
+    """The file of the patched converter has the keys and values of the model.
+
+    Without modules.json, the patch sets the pooling to the first token.
+    """
+    # The feed-forward has 344 inner units. The unpatched converter writes 2/3 of 512, 341, which
+    # llama.cpp does not load.
     model = build(intermediate_size=512, rope_theta=500.0)
     model.save_pretrained(tmp_path)
     if pooling == "mean":
         (tmp_path / "modules.json").write_text("[]")
+
     path = tmp_path / "model.gguf"
+    # The patch contains methods of a class that inherits from the converter's `BertModel`.
     type("Converter", (NeoBert, BertModel), {})(tmp_path, path).write()
-    ours = gguf.GGUFWriter(None, gguf_file.ARCHITECTURE)
-    gguf_file.describe_model(ours, model, pooling, "f32")
-    assert gguf_file.largest_error(path, model, ours) == 0
+
+    expected_writer = gguf.GGUFWriter(None, gguf_file.ARCHITECTURE)
+    gguf_file.describe_model(expected_writer, model, pooling, "f32")
+    assert gguf_file.largest_error(path, model, expected_writer) == 0
+
+    # `largest_error` ignores keys that are missing in the file, because they may have defaults.
     fields = gguf.GGUFReader(path).fields
     for key in ("feed_forward_length", "rope.freq_base", "pooling_type"):
-        assert f"{gguf_file.ARCHITECTURE}.{key}" in fields  # others may be left to defaults
+        assert f"{gguf_file.ARCHITECTURE}.{key}" in fields

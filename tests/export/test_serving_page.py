@@ -1,7 +1,7 @@
 """Test docs/serving.md.
 
-Its commands are valid, the files it names are written, its vLLM configuration is that of the model,
-and its table marks only tested engines as tested.
+Its commands are valid, its file names are those of the exports, its code for classifiers in vLLM
+returns the logits, its examples run, and its table marks only tested engines as tested.
 """
 
 import importlib
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "examples" / "sentence-encoder"
 ENGINES = ROOT / ".cache" / "engines"
-# (mark before it, language, text) of every block.
+# (marker in the comment above, language, text) of every code block.
 BLOCKS = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 TABLE = re.search(r"\| Engine \| Input \|.*?\n\n", PAGE, re.DOTALL)[0]
 ROWS = [
@@ -41,6 +41,7 @@ TEXTS = ["a text", "A bird of prey with a hooked beak."]
 
 
 def test_its_commands_are_understood():
+    """The option parser accepts every `neobert export` command of the page."""
     lines = re.findall(r"^neobert export .*$", PAGE, re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:
@@ -49,16 +50,19 @@ def test_its_commands_are_understood():
 
 
 def test_its_file_names():
+    """The tables of precisions name the files that the exports write."""
     for name in ("onnx", "openvino"):
         module = importlib.import_module(f"neobert.export.{name}")
-        for precision, written in module.PRECISIONS.items():
-            row = rf"^\| `{precision}` \| `{name}/{re.escape(written.file)}`"
-            assert re.search(row, PAGE, re.MULTILINE), f"{name} {precision}"
+        for precision, spec in module.PRECISIONS.items():
+            row = rf"^\| `{precision}` \| `{name}/{re.escape(spec.file)}`"
+            assert re.search(row, PAGE, re.MULTILINE), f"no row for {precision} of {name}"
 
 
 def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
-    """The lines for vLLM, run as they stand on the first token's vectors, give the model's
-    logits."""
+    """The code for classifiers in vLLM computes the logits of the model.
+
+    vLLM returns the hidden states of the first token. The code of the page runs unchanged.
+    """
     model = build(NeoBERTForSequenceClassification, num_labels=3)
     (tmp_path / "FOLDER").mkdir()
     save_file(model.state_dict(), tmp_path / "FOLDER" / "model.safetensors")
@@ -66,23 +70,32 @@ def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
     (code,) = (
         block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "np.tanh" in block
     )
-    names = {}
-    exec(code, names)
+    namespace = {}
+    exec(code, namespace)
+
     ids = torch.randint(5, 60, (4, 9))
     with torch.no_grad():
-        vectors, expected = model.model(ids).last_hidden_state[:, 0], model(ids).logits
-    assert torch.allclose(torch.from_numpy(names["logits"](vectors.numpy())), expected, atol=1e-5)
+        first_tokens = model.model(ids).last_hidden_state[:, 0]
+        expected = model(ids).logits
+    assert torch.allclose(
+        torch.from_numpy(namespace["logits"](first_tokens.numpy())), expected, atol=1e-5
+    )
 
 
 # ------------------------------------------------------------------------------------------------
-# the table and the blocks name tests that exist
+# Tests that the table and the code blocks name
 
 
 def missing(name):
-    """Why a name of a test is none: "make TARGET", "FILE" or "FILE::FUNCTION"; None if it is."""
+    """Return the reason why a test does not exist, or None if it does.
+
+    Args:
+        name: "make TARGET", "FILE" or "FILE::FUNCTION".
+    """
     if name.startswith("make "):
         target = re.search(rf"^{name[5:]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return None if target else f"the Makefile has no {name[5:]}"
+        return None if target else f"the Makefile has no target {name[5:]}"
+
     path, _, function = name.partition("::")
     if not (ROOT / path).is_file():
         return f"there is no {path}"
@@ -92,61 +105,72 @@ def missing(name):
 
 
 def test_every_engine_names_its_test():
-    """An engine that is tested names tests that exist, and one that is not supported a reason."""
+    """The row of a tested engine names existing tests, and that of an unsupported one a reason."""
     assert len(ROWS) > 15 and all(len(row) == 5 for row in ROWS)
     for engine, _, _, tested, _ in ROWS:
         status = tested.partition(":")[0]
         tests = re.findall(r"`((?:make [\w-]+)|(?:tests/[\w/.:]+))`", tested)
         if status in ("yes", "inputs only", "loader only"):
-            assert tests, f"{engine} names no test"
+            assert tests, f"the row of {engine} does not name a test"
         else:
-            assert status in ("no", "not supported"), f"{engine}: {tested}"
-            assert not tests, f"{engine} is tested"
-            assert status == "no" or len(tested) > 40, f"{engine}: no reason"
+            assert status in ("no", "not supported"), (
+                f"the row of {engine} has an unknown status: {tested}"
+            )
+            assert not tests, f"the row of {engine} names a test, but is not marked as tested"
+            assert status == "no" or len(tested) > 40, f"the row of {engine} gives no reason"
         for name in tests:
-            assert missing(name) is None, f"{engine}: {missing(name)}"
+            assert missing(name) is None, f"the row of {engine}: {missing(name)}"
 
 
 def test_every_block_is_run_or_marked_as_read():
+    """The marker above each code block names its test, or states that the block is not run.
+
+    Blocks that were only read must be in a section that states "not tested".
+    """
     assert len(BLOCKS) > 15
-    for mark, _, text in BLOCKS:
-        first = text.splitlines()[0]
-        assert mark, f"nothing says how this block is checked: {first}"
-        if mark.startswith("run: "):
-            assert missing(mark[5:]) is None, f"{first}: {missing(mark[5:])}"
+    for marker, _, text in BLOCKS:
+        first_line = text.splitlines()[0]
+        assert marker, f"the block has no marker: {first_line}"
+        if marker.startswith("run: "):
+            assert missing(marker[5:]) is None, f"{first_line}: {missing(marker[5:])}"
         else:
-            assert mark in ("read", "output"), f"{first}: {mark}"
-        if mark == "read":
-            before = PAGE[: PAGE.index(text)].rsplit("\n## ", 1)[-1]
-            assert re.search("not tested", before, re.IGNORECASE)
+            assert marker in ("read", "output"), f"{first_line}: unknown marker {marker}"
+        if marker == "read":
+            section = PAGE[: PAGE.index(text)].rsplit("\n## ", 1)[-1]
+            assert re.search("not tested", section, re.IGNORECASE)
 
 
 # ------------------------------------------------------------------------------------------------
-# the lines, run as they stand
+# Examples
 
 
-def block(mark):
-    """The text of the block with a mark."""
-    (block,) = (text for owner, _, text in BLOCKS if owner.endswith(f"::{mark}"))
+def block(test):
+    """Return the text of the code block whose marker names a test function."""
+    (block,) = (text for marker, _, text in BLOCKS if marker.endswith(f"::{test}"))
     return block
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """A folder with OUTPUT, of two engines, and model.gguf, of the bundled encoder."""
+    """Return a directory with exports of the bundled encoder.
+
+    OUTPUT contains the ONNX and OpenVINO files, and model.gguf is beside it.
+    """
     for name in ("onnx", "onnxruntime", "onnxscript", "openvino", "gguf"):
         pytest.importorskip(name, reason=f"needs {name}")
-    place = tmp_path_factory.mktemp("page")
-    output = str(place / "OUTPUT")
+
+    folder = tmp_path_factory.mktemp("page")
+    output = str(folder / "OUTPUT")
     command.main(["onnx", str(FOLDER), output, "--precisions", "fp32", "int8"])
-    command.main(["openvino", str(FOLDER), str(place / "other")])
-    shutil.move(place / "other" / "openvino", output)
-    command.main(["gguf", str(FOLDER), str(place / "model.gguf"), "--dtype", "f16"])
-    return place
+    command.main(["openvino", str(FOLDER), str(folder / "other")])
+    shutil.move(folder / "other" / "openvino", output)
+    command.main(["gguf", str(FOLDER), str(folder / "model.gguf"), "--dtype", "f16"])
+    return folder
 
 
 @pytest.fixture(scope="module")
 def inputs():
+    """Return the variables that the examples expect: token ids and mask of a padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     batch = tokenizer(TEXTS, padding=True, return_tensors="np")
     return {
@@ -157,13 +181,15 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def expected():
+    """Return the embeddings of the texts in torch."""
     return mean_vectors(FOLDER, TEXTS)
 
 
-def check(vectors, expected, least):
-    vectors = np.array(vectors)
-    assert vectors.shape == expected.shape
-    assert ((vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)).min() > least
+def check(embeddings, expected, min_cosine):
+    """Check the cosines between embeddings and those of torch, which have length 1."""
+    embeddings = np.array(embeddings)
+    assert embeddings.shape == expected.shape
+    assert ((embeddings * expected).sum(1) / np.linalg.norm(embeddings, axis=1)).min() > min_cosine
 
 
 @pytest.mark.slow
@@ -177,38 +203,44 @@ def test_the_lines_for_openvino(outputs, inputs, expected, monkeypatch):
 
 
 def check_lines(name, outputs, inputs, expected, monkeypatch):
+    """Run the code block of a test in the directory of the exports, and check `vectors`."""
     monkeypatch.chdir(outputs)
-    names = dict(inputs)
-    exec(block(name), names)
-    check(names["vectors"], expected, 1 - 1e-5)
+    namespace = dict(inputs)
+    exec(block(name), namespace)
+    check(namespace["vectors"], expected, 1 - 1e-5)
 
 
 def in_node(outputs, code):
-    """The last line that a module says, JSON, run beside OUTPUT and the packages."""
+    """Run a JavaScript module beside OUTPUT, and return the JSON in its last line of output."""
     if shutil.which("node") is None or not (ENGINES / "node" / ".ready").exists():
-        pytest.skip("the packages of npm are not installed: make test-serving")
+        pytest.skip("needs the npm packages that `make test-serving` installs")
+
     packages = outputs / "node_modules"
     if not packages.exists():
         packages.symlink_to(ENGINES / "node" / "node_modules")
     (outputs / "lines.mjs").write_text(code)
-    run = subprocess.run(
+
+    process = subprocess.run(
         ["node", "lines.mjs"], cwd=outputs, capture_output=True, text=True, timeout=300
     )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_the_lines_for_transformers_js(outputs, expected):
-    lines = block("test_the_lines_for_transformers_js")
-    assert '["a text", "another one"]' in lines
-    code = lines.replace('["a text", "another one"]', json.dumps(TEXTS))
+    """The example returns the embeddings of torch, for the texts of this test."""
+    example = block("test_the_lines_for_transformers_js")
+    assert '["a text", "another one"]' in example
+    code = example.replace('["a text", "another one"]', json.dumps(TEXTS))
     vectors = in_node(outputs, code + "console.log(JSON.stringify(vectors.tolist()));\n")
-    check(vectors, expected, 0.99)  # q8
+    # The example loads the int8 graph.
+    check(vectors, expected, 0.99)
 
 
 @pytest.mark.slow
 def test_the_lines_for_llama_cpp(outputs, expected):
+    """The example returns the embedding of torch for its text."""
     code = block("test_the_lines_for_llama_cpp")
     code += "console.log(JSON.stringify([Array.from(vector)]));\nprocess.exit(0);\n"
     check(in_node(outputs, code), expected[:1], 0.9999)
@@ -216,23 +248,30 @@ def test_the_lines_for_llama_cpp(outputs, expected):
 
 @pytest.mark.slow
 def test_the_lines_for_the_onnx_backend(outputs, expected):
-    """Both models of the block, in the environment of `make test-engines`."""
+    """The example loads a float32 and an int8 graph, and both return the embeddings of torch.
+
+    It runs in the environment of `make test-engines`. The test adds a call of `encode` after each
+    model.
+    """
     if not (ENGINES / "st" / ".ready").exists():
-        pytest.skip("Optimum is not installed: make test-engines")
+        pytest.skip("needs Optimum, which `make test-engines` installs")
+
     code = block("test_the_lines_for_the_onnx_backend")
     assert code.count("model = SentenceTransformer(") == 2
-    report = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
-    start, second = code.rsplit("model = ", 1)
-    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    run = subprocess.run(
-        [ENGINES / "st" / "bin" / "python", "-c", f"{start}{report}model = {second}{report}"],
+    encode = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
+    first, second = code.rsplit("model = ", 1)
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        [ENGINES / "st" / "bin" / "python", "-c", f"{first}{encode}model = {second}{encode}"],
         cwd=outputs,
         env=environment,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert run.returncode == 0, run.stderr[-2000:]
-    full, quantized = (json.loads(line) for line in run.stdout.splitlines() if line[:2] == "[[")
+    assert process.returncode == 0, process.stderr[-2000:]
+
+    full, quantized = (json.loads(line) for line in process.stdout.splitlines() if line[:2] == "[[")
     check(full, expected, 1 - 1e-5)
     check(quantized, expected, 0.99)

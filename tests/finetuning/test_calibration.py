@@ -1,11 +1,11 @@
-"""Test temperature scaling and the expected calibration error by formulas."""
+"""Test temperature scaling and the expected calibration error against formulas."""
 
 import numpy as np
 import pytest
-from scipy.special import softmax
 
 
 pytest.importorskip("scipy")
+from scipy.special import softmax  # noqa: E402
 
 from neobert.finetuning.calibration import (  # noqa: E402
     calibrate,
@@ -16,21 +16,30 @@ from neobert.finetuning.calibration import (  # noqa: E402
 
 
 def sampled(temperature, rows=4000):
-    """Return logits that are `temperature` times too large, and labels of their probabilities."""
+    """Return logits that need a known temperature, and their labels.
+
+    The labels are sampled from the probabilities of the original logits. The returned logits are
+    the original ones multiplied by `temperature`.
+    """
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(rows, 3)) * 2
-    chances = softmax(logits, axis=1)
-    labels = np.array([generator.choice(3, p=row) for row in chances])
+    class_probabilities = softmax(logits, axis=1)
+    labels = np.array([generator.choice(3, p=row) for row in class_probabilities])
     return logits * temperature, labels
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_temperature_that_distorted_the_logits_is_recovered(temperature):
+    """Check that `fit_temperature` returns the factor by which the logits were multiplied."""
     logits, labels = sampled(temperature)
     assert fit_temperature(logits, labels, False) == pytest.approx(temperature, rel=0.1)
 
 
 def test_predictions_without_an_error_keep_their_temperature():
+    """The temperature stays 1 if all predictions are correct.
+
+    A lower temperature would reduce the loss without limit.
+    """
     logits = np.array([[2.0, -1.0], [0.5, 1.5], [3.0, 0.0]])
     assert fit_temperature(logits, np.array([0, 1, 0]), False) == 1
     assert fit_temperature(logits, np.array([1, 1, 0]), False) > 1
@@ -38,6 +47,7 @@ def test_predictions_without_an_error_keep_their_temperature():
 
 
 def test_multi_label_logits_have_a_temperature():
+    """Check that the temperature of sigmoid outputs is recovered."""
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(4000, 2))
     labels = (generator.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(float)
@@ -45,7 +55,8 @@ def test_multi_label_logits_have_a_temperature():
 
 
 def test_the_calibration_error_by_hand():
-    # One bin with confidence 0.9 and accuracy 1/2, one with 0.6 and 1.
+    """Check the expected calibration error against values computed by hand."""
+    # The first bin has confidence 0.9 and accuracy 0.5, the second one 0.6 and 1.0.
     confidences = np.array([0.9, 0.9, 0.6, 0.6])
     correct = np.array([True, False, True, True])
     assert calibration_error(confidences, correct) == pytest.approx((0.4 + 0.4) / 2)
@@ -54,8 +65,11 @@ def test_the_calibration_error_by_hand():
 
 
 def test_calibration_reduces_the_error():
+    """The temperature of one half of the rows reduces the calibration error of the other half."""
     logits, labels = sampled(4.0)
     result = calibrate((logits[:2000], labels[:2000]), (logits[2000:], labels[2000:]), False)
     assert result.error_before > 0.1 > 0.04 > result.error_after
+
+    # Probabilities are computed from the logits divided by the temperature.
     assert probabilities(np.array([[0.0, 0.0]]), 5.0, False).tolist() == [[0.5, 0.5]]
     assert probabilities(np.array([[2.0]]), 2.0, True)[0, 0] == pytest.approx(1 / (1 + np.exp(-1)))

@@ -1,5 +1,8 @@
-"""Tests of the protocol of `neobert glue`: metrics by hand-worked numbers, the hyperparameters and
-the evaluation interval of the paper, and early stopping on the mean."""
+"""Test the protocol of `neobert glue`.
+
+Metrics are compared with values computed by hand. The hyperparameters and the evaluation interval
+are those of the paper. Also covers early stopping, held-out rows and the identity of a run.
+"""
 
 import math
 from dataclasses import astuple
@@ -23,13 +26,14 @@ from neobert.finetuning.tasks import TASKS
 
 
 def test_metrics_by_hand():
+    """Check the metrics of GLUE tasks against values computed by hand."""
 
     def scores(name, logits, labels):
         predictions = glue_tasks.predicted_labels(TASKS[name], logits)
         return glue_tasks.scores(TASKS[name], predictions, labels)
 
     labels = np.array([1, 1, 1, 0, 0, 1])
-    # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    # There are 3 true positives, 1 false positive, 1 false negative and 1 true negative.
     logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]
     values = scores("mrpc", logits, labels)
     assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(
@@ -41,27 +45,34 @@ def test_metrics_by_hand():
     assert scores("cola", logits, labels) == pytest.approx(
         {"matthews": matthews, "score": matthews}
     )
-    predictions, truth = np.array([[1.0], [2.0], [4.0], [3.0]]), np.array([0.0, 1.0, 2.0, 5.0])
-    x, y = predictions[:, 0] - 2.5, truth - 2.0
+
+    predictions = np.array([[1.0], [2.0], [4.0], [3.0]])
+    truth = np.array([0.0, 1.0, 2.0, 5.0])
+    x = predictions[:, 0] - 2.5
+    y = truth - 2.0
     pearson = (x * y).sum() / math.sqrt((x**2).sum() * (y**2).sum())
     values = scores("stsb", predictions, truth)
-    # Ranks 1 2 4 3 against 1 2 3 4: 1 - 6 * (1 + 1) / (4 * 15).
+    # The ranks are 1 2 4 3 and 1 2 3 4, so Spearman's rho is 1 - 6 * (1 + 1) / (4 * 15).
     assert values["pearson"] == pytest.approx(pearson) and values["spearman"] == pytest.approx(0.8)
-    # A constant correlates with nothing: 0, not nan.
+    # The correlation with a constant is undefined, and must be 0 instead of NaN.
     assert scores("stsb", np.ones((4, 1)), truth)["score"] == 0.0
 
 
 def test_mnli_is_the_mean_of_matched_and_mismatched():
+    """The dev score averages both dev splits, and the held-out rows select the checkpoint."""
     labels = np.array([0, 1, 2, 0, 1, 2])
     logits = np.eye(3)[[0, 1, 0, 0, 0, 0]]
     slices = {"heldout": slice(0, 1), "validation_matched": slice(1, 3)}
     slices["validation_mismatched"] = slice(3, 6)
+
     values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
     assert values["validation_matched_accuracy"] == pytest.approx(1 / 2)
     assert values["validation_mismatched_accuracy"] == pytest.approx(1 / 3)
-    # MNLI scores the mean of the two, not the pooled accuracy (2 / 5).
+    # The dev score is the mean of the two accuracies, not the accuracy over all rows (2 / 5).
     assert values["dev_score"] == pytest.approx((1 / 2 + 1 / 3) / 2)
-    assert values["score"] == 1.0, "Held-out rows select, not the dev set."
+    assert values["score"] == 1.0, "The held-out rows must select the checkpoint."
+
+    # Without held-out rows, the dev set selects the checkpoint.
     del slices["heldout"]
     values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
     assert values["score"] == values["dev_score"]
@@ -72,7 +83,11 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
 
 
 def test_hyper_parameters_are_the_papers():
-    """Best of the grid for NeoBERT-4096 and NeoBERT-1024: batch, learning rate, weight decay."""
+    """Check the presets and the default options against the paper.
+
+    `paper` contains the batch size, learning rate and weight decay of the best combination of the
+    grid, for NeoBERT-4096 and for NeoBERT-1024.
+    """
     paper = {
         "cola": ((8, 8e-6, 1e-5), (4, 6e-6, 1e-5)),
         "mnli": ((16, 5e-6, 1e-5), (16, 6e-6, 1e-2)),
@@ -85,35 +100,54 @@ def test_hyper_parameters_are_the_papers():
     }
     argv = ["--task", "all", "--model", "m"]
 
-    def combinations(task, *more):
-        return OPTIONS["glue"].read([*argv, *more]).combinations(TASKS[task])
+    def combinations(task, *arguments):
+        return OPTIONS["glue"].read([*argv, *arguments]).combinations(TASKS[task])
 
     for task, rows in paper.items():
         for preset, row in zip(("neobert-4096", "neobert-1024"), rows):
-            (chosen,) = combinations(task, "--preset", preset)
-            assert astuple(chosen) == row, f"{preset}, {task}"
+            (combination,) = combinations(task, "--preset", preset)
+            assert astuple(combination) == row, f"{preset} differs from the paper for {task}."
+
+    # Options that are given explicitly are not searched.
     assert len(combinations("rte", "--grid")) == 5 * 6 * 2
-    pinned = combinations("rte", "--grid", "--weight-decay", "0")
-    assert len(pinned) == 30 and {chosen.weight_decay for chosen in pinned} == {0}
-    assert {chosen.learning_rate for chosen in pinned} == {5e-6, 6e-6, 8e-6, 1e-5, 2e-5, 3e-5}
-    assert {chosen.batch_size for chosen in pinned} == {2, 4, 8, 16, 32}
+    grid = combinations("rte", "--grid", "--weight-decay", "0")
+    assert len(grid) == 30 and {combination.weight_decay for combination in grid} == {0}
+    assert {combination.learning_rate for combination in grid} == {
+        5e-6,
+        6e-6,
+        8e-6,
+        1e-5,
+        2e-5,
+        3e-5,
+    }
+    assert {combination.batch_size for combination in grid} == {2, 4, 8, 16, 32}
+
     options = OPTIONS["glue"].read(argv)
     assert (options.selection.patience, options.selection.max_eval_interval) == (15, 500)
     assert (options.optimization.warmup_ratio, options.model.head_dropout) == (0.06, 0.1)
     assert options.optimization.seeds == [1, 2, 3]
     assert options.trainer["num_train_epochs"] == 10
     assert options.trainer["lr_scheduler_type"] == "linear"
-    assert combinations("rte", "--lora")[0].learning_rate == 3e-4, "LoRA has its own"
+    assert combinations("rte", "--lora")[0].learning_rate == 3e-4, (
+        "LoRA must have its own default learning rate."
+    )
 
 
 def test_the_learning_rate_depends_on_the_hidden_size():
-    """Presets are for a hidden size of 768. Smaller encoders get 2e-5 * (768 / hidden size)^5."""
+    """Check the default learning rate of encoders that are smaller than the presets are for.
 
-    def rate(hidden_size, *more):
-        options = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *more])
-        (chosen,) = options.combinations(TASKS["sst2"], hidden_size)
-        assert (chosen.batch_size, chosen.weight_decay) in ((32, 1e-2), (16, 1e-5))
-        return chosen.learning_rate
+    Presets are for a hidden size of 768. Smaller encoders get 2e-5 * (768 / hidden size)^5, at most
+    1e-3, unless a preset, a learning rate or LoRA is requested.
+    """
+
+    def rate(hidden_size, *arguments):
+        options = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *arguments])
+        (hyperparameters,) = options.combinations(TASKS["sst2"], hidden_size)
+        assert (hyperparameters.batch_size, hyperparameters.weight_decay) in (
+            (32, 1e-2),
+            (16, 1e-5),
+        )
+        return hyperparameters.learning_rate
 
     assert rate(384) == pytest.approx(6.4e-4)
     assert rate(192) == 1e-3
@@ -126,65 +160,88 @@ def test_the_learning_rate_depends_on_the_hidden_size():
 
 
 def test_the_hidden_size_is_that_of_the_configuration(world, tmp_path):
+    """`encoder_hidden_size` reads the hidden size under the name that the architecture uses."""
     assert glue_model.encoder_hidden_size(str(world / "model")) == 32
     assert glue_model.encoder_hidden_size(str(world / "bert")) == 32
-    # DistilBERT calls its hidden size `dim`.
+    # The configuration of DistilBERT stores the hidden size as `dim`.
     DistilBertConfig(dim=96, n_heads=4).save_pretrained(tmp_path)
     assert glue_model.encoder_hidden_size(str(tmp_path)) == 96
 
 
 def test_head_dropout_and_new_head(world):
-    def load(name, **more):
+    """Check the dropout and pooling of the head, and the list of parameters that are new."""
+
+    def load(name, **options):
         return glue_model.load_classifier(
-            str(world / name), TASKS["mnli"].labels, "single_label_classification", **more
+            str(world / name), TASKS["mnli"].labels, "single_label_classification", **options
         )
 
     model, new = load("model", head_dropout=0.25, pooling="cls")
     assert model.dropout.p == 0.25 and model.config.classifier_pooling == "cls"
     assert model.config.num_labels == 3 and model.config.id2label[2] == "contradiction"
-    # A masked-LM checkpoint brings no head.
+    # A masked language model has no classification head.
     assert new == ["classifier.bias", "classifier.weight", "dense.bias", "dense.weight"]
+
     model, new = load("bert", head_dropout=0.25)
-    assert model.dropout.p == 0.25, "The baseline has another head dropout."
-    # A head of two labels cannot serve three.
+    assert model.dropout.p == 0.25, "BERT must have the same head dropout as NeoBERT."
+    # The checkpoint has a head for two labels, which cannot be used for three.
     assert new == ["classifier.bias", "classifier.weight"]
 
 
 def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
+    """A run with a negligible learning rate stops after `patience` more evaluations."""
     runs = run(world, tmp_path, learning_rate=1e-12, num_train_epochs=3, patience=4)
     result = runs["sst2", 1][1]
-    assert result["stopped_early"] and len(result["evaluations"]) == 5, "one sets the mark"
-    assert result["selected"]["step"] == result["evaluations"][0]["step"], "the first of equals"
+    assert result["stopped_early"] and len(result["evaluations"]) == 5, (
+        "Four evaluations without progress must follow the first one."
+    )
+    assert result["selected"]["step"] == result["evaluations"][0]["step"], (
+        "The first of several equal scores must be selected."
+    )
 
 
 def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
+    """The held-out score selects the checkpoint, and its dev score is reported."""
     held_out = iter([0.2, 0.95, 0.3, 0.4, 0.5])
     dev = iter([0.9, 0.1, 0.8, 0.7, 0.6])
     metrics = lambda *_: {"score": next(held_out), "dev_score": next(dev)}  # noqa: E731
     monkeypatch.setattr(glue_run, "evaluation_metrics", metrics)
     result = run(world, tmp_path, patience=3)["sst2", 1][1]
-    assert result["selected"]["step"] == 2 and result["score"] == 0.1, "the dev set chose"
-    assert result["last"] == {"step": 5, "score": 0.6}, "three evaluations after the best one"
-    assert result["best_of_all_evaluations"] == 0.9, "what the published protocol would report"
+
+    assert result["selected"]["step"] == 2 and result["score"] == 0.1, (
+        "The dev score must not select the checkpoint."
+    )
+    assert result["last"] == {"step": 5, "score": 0.6}, (
+        "The run must stop three evaluations after the best one."
+    )
+    # The published protocol would report the best dev score.
+    assert result["best_of_all_evaluations"] == 0.9
 
 
-def make_run(*more):
-    argv = ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *more]
+def make_run(*arguments):
+    """Return a run of SST-2 with fixed hyperparameters and additional command-line arguments."""
+    argv = ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *arguments]
     hyperparameters = Hyperparameters(batch_size=32, learning_rate=1e-3, weight_decay=0.0)
     return GlueRun(OPTIONS["glue"].read(argv), TASKS["sst2"], hyperparameters, seed=1)
 
 
 def test_a_run_is_identified_by_what_its_results_depend_on():
-    """The directory's name ends with a digest of the settings, which keeps finished runs found."""
+    """Only options that affect the results change the directory of a run.
+
+    The name of the directory ends with a digest of the settings, so the command recognizes finished
+    runs.
+    """
     run = make_run()
     assert run.folder.as_posix().startswith("runs/glue/m/sst2/bs32_lr0.001_wd0_seed1_")
+
     for same in (("--output", "runs/glue"), ("--seeds", "7"), ("--data", "x"), ("--start", "none")):
-        assert make_run(*same).settings == run.settings, same
+        assert make_run(*same).settings == run.settings, f"{same} must not change the settings."
     for other in (("--head-dropout", "0"), ("--patience", "3"), ("--lora",), ("--optim", "sgd")):
-        assert make_run(*other).folder != run.folder, other
+        assert make_run(*other).folder != run.folder, f"{other} must change the directory."
     assert make_run("--lora", "--lora-rank", "4").folder.name.startswith(
         "bs32_lr0.001_wd0_lora4_seed1_"
     )
+
     assert run.settings["lora"] is None and "lora_rank" not in run.settings
     assert set(run.settings) == {
         *("max_length", "selection", "heldout_fraction", "heldout_rows", "patience"),
@@ -195,16 +252,19 @@ def test_a_run_is_identified_by_what_its_results_depend_on():
 
 
 def test_held_out_rows_are_not_trained_on(world):
+    """The training rows and the held-out rows are disjoint and cover the training split."""
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
     train, evaluation, slices = glue_rows.prepare(
         TASKS["sst2"], splits, tokenizer, SelectionOptions(), 64
     )
-    # 160 rows: 144 and a tenth, then 40 of dev.
+    # Of 160 training rows a tenth is held out. The 40 dev rows follow the held-out rows.
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)})
+
     kept, held_out = glue_rows.split_heldout(160, 0.1, 2000)
-    assert sorted(kept + held_out) == list(range(160)), "the parts overlap or lose rows"
+    assert sorted(kept + held_out) == list(range(160)), "Each row must be in exactly one part."
     assert len(glue_rows.split_heldout(100_000, 0.1, 2000)[1]) == 2000
+
     texts = [splits["train"]["sentence"][i] for i in held_out]
     ids = evaluation["input_ids"][:16]
     assert [tokenizer.decode(row, skip_special_tokens=True) for row in ids] == texts
@@ -212,7 +272,10 @@ def test_held_out_rows_are_not_trained_on(world):
 
 
 def test_held_out_rows_are_a_sample():
-    """Training files may be sorted. Of 1,000 rows about 50 of each half are held out."""
+    """Held-out rows are a random sample, because training files may be sorted.
+
+    About 50 rows of each half of 1,000 rows must be held out.
+    """
     _, held_out = glue_rows.split_heldout(1000, 0.1, 2000)
     first_half = sum(row < 500 for row in held_out)
     assert len(held_out) == 100 and 30 < first_half < 70
@@ -222,15 +285,20 @@ def test_held_out_rows_are_a_sample():
     ("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)]
 )
 def test_evaluation_interval(tmp_path, batches, steps):
-    def interval(*more):
-        return glue_run.trainer_arguments(make_run(*more), tmp_path, batches * 32)[0].eval_steps
+    """The interval is a tenth of an epoch, at least 1 and at most 500 steps."""
+
+    def interval(*argv):
+        return glue_run.trainer_arguments(make_run(*argv), tmp_path, batches * 32)[0].eval_steps
 
     assert interval() == steps
     assert interval("--evaluations-per-epoch", "2") == min(500, batches // 2)
 
 
 def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
-    """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are
-    7.68."""
+    """The warmup takes 6 % of all steps, rounded up.
+
+    1,000 rows in batches of 32 are 32 steps per epoch and 128 steps in 4 epochs, and 6 % of 128 is
+    7.68.
+    """
     training, steps = glue_run.trainer_arguments(make_run(), tmp_path, 1000)
     assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)

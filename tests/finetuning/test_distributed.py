@@ -1,7 +1,8 @@
-"""Test that two processes train as one (torchrun with gloo on the CPU).
+"""Test that training in two processes gives the result of one process.
 
-`neobert glue` has the evaluations and weights of a single process at the same batch size, and
-`neobert contrastive` its losses and weights with gradient accumulation.
+The processes are started by torchrun, with gloo on the CPU. With the same global batch size,
+`neobert glue` must give the evaluations and weights of a single process. `neobert contrastive` must
+give the losses and weights of a single process with gradient accumulation.
 """
 
 import json
@@ -31,10 +32,13 @@ WORDS = "river stone music paper table winter cold water hard rock sweet sound".
 
 @pytest.fixture(scope="module")
 def folder(world):
-    """The world with pairs. Of 160 rows a tenth is held out: 9 whole batches of 16, so that no
-    process repeats rows to fill the last one."""
-    # Three rows share a positive: a batch of 8, of one process or of two, must not hold two of
-    # them.
+    """Return the directory of `world` with an additional file of pairs.
+
+    A tenth of the 160 rows of SST-2 is held out. The others are exactly 9 batches of 16, so no
+    process repeats rows to fill the last batch.
+    """
+    # Three rows share each positive. A global batch of 8 rows must not contain two of them, whether
+    # it is computed in one process or in two.
     rows = [
         {"anchor": f"{word} number {i}", "positive": f"{i % 24} {word}"}
         for i, word in enumerate(WORDS * 6)
@@ -44,12 +48,23 @@ def folder(world):
 
 
 def both_ways(folder, name, arguments, single, double):
-    """Runs `neobert <arguments>` in this process and in two; returns the two output folders."""
+    """Run `neobert` in this process and in two processes, and return both output directories.
+
+    Args:
+        folder: Directory of the outputs.
+        name: Prefix of the names of the outputs.
+        arguments: Arguments of both runs.
+        single: Additional arguments of the run in one process, before its output.
+        double: Additional arguments of the run in two processes, before its output.
+    """
     outputs = [folder / f"{name}-one", folder / f"{name}-two"]
     assert cli.main([*arguments, *single, str(outputs[0])]) == 0
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+
+    # torchrun needs a free port.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -65,30 +80,44 @@ def both_ways(folder, name, arguments, single, double):
 
 
 def assert_same_weights(one, two, start):
-    """`start`: the weights before training, whatever prefix their names have."""
-    one, two = load_file(one), load_file(two)
+    """Assert that two files of weights are equal up to rounding, and that training changed them.
+
+    Args:
+        one: File of the first run.
+        two: File of the second run.
+        start: File with the weights before training. Their names may have another prefix.
+    """
+    one = load_file(one)
+    two = load_file(two)
     assert one.keys() == two.keys()
     embedding = next(name for name in one if name.endswith("encoder.weight"))
     moved = (one[embedding] - load_file(start)["model.encoder.weight"]).abs().max().item()
-    assert moved > 1e-3, "training changed nothing, so this test would be vacuous"
+    assert moved > 1e-3, "Training did not change the weights, so the comparison is meaningless."
+
     for name, tensor in one.items():
-        assert torch.allclose(tensor, two[name], atol=1e-2 * moved), name
+        assert torch.allclose(tensor, two[name], atol=1e-2 * moved), f"{name} differs."
 
 
 def test_glue_in_two_processes(folder):
+    """`neobert glue` has the same evaluations and weights in one process and in two."""
     arguments = [
         *("glue", "--task", "sst2", "--model", str(folder / "model")),
         *("--data", str(folder / "data"), "--seeds", "1", "--num-train-epochs", "2"),
         *("--batch_size", "16", "--learning_rate", "3e-3", "--head-dropout", "0", "--output"),
     ]
     one, two = both_ways(folder, "glue", arguments, [], [])
+
     (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
-    # The number of processes is not a setting: a run is continued on more or fewer of them.
+    # The number of processes is not part of the settings, so a run can be resumed with another
+    # number of processes.
     assert first.name == second.name
+
     results = [json.loads((run / "result.json").read_text()) for run in (first, second)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     one, two = (result["evaluations"] for result in results)
-    assert one[-1]["score"] > one[0]["score"], "vacuous: nothing was learned"
+    assert one[-1]["score"] > one[0]["score"], (
+        "The score did not improve, so the comparison is meaningless."
+    )
     assert one == two
     assert_same_weights(
         *(run / "best" / "model.safetensors" for run in (first, second)),
@@ -97,6 +126,7 @@ def test_glue_in_two_processes(folder):
 
 
 def test_contrastive_in_two_processes(folder):
+    """Two processes give the losses and weights of one process with two accumulation steps."""
     arguments = [
         *("contrastive", "--model", str(folder / "model"), "--pairs", str(folder / "pairs.jsonl")),
         *("--max_steps", "6", "--use_cpu", "true", "--max_length", "32", "--logging_steps", "1"),
@@ -104,6 +134,7 @@ def test_contrastive_in_two_processes(folder):
     ]
     single = ["--gradient_accumulation_steps", "2", "--output"]
     one, two = both_ways(folder, "contrastive", arguments, single, ["--output"])
+
     results = [json.loads((output / "result.json").read_text()) for output in (one, two)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     losses = [[loss for _, loss in result["training"]["losses"]] for result in results]

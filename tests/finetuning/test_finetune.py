@@ -1,4 +1,7 @@
-"""Test `neobert finetune`: tasks that single words decide, files, baselines, resuming."""
+"""Test `neobert finetune`: all tasks, output files, baselines and resumed runs.
+
+A single word determines the label of a row, so that a tiny model reaches a high accuracy.
+"""
 
 import numpy as np
 import pytest
@@ -16,23 +19,27 @@ from neobert.finetuning.rows import TextTask
 
 
 def value(result, metric, entry="fine_tuned"):
+    """Return the value of a metric in the result of a run."""
     return result[entry]["metrics"][metric]["value"]
 
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory):
-    """Folder and result of a classification of texts."""
+    """Return the directory and the result of a finished run of text classification."""
     folder = tmp_path_factory.mktemp("classified")
     return folder, runs.run(folder, runs.classification_rows())
 
 
 def test_classification(classified):
+    """Check the metrics, the baselines and the output files of a classification."""
     folder, result = classified
     output = folder / "out"
+
     assert value(result, "accuracy") > 0.9
     assert result["rows"] == {"train": 159, "validation": 20, "test": 21}
     assert result["labels"] == ["bad", "good"]
     assert result["reload_difference"] < 1e-5
+
     names = [entry["name"] for entry in result["baselines"]]
     assert names == [
         "majority class",
@@ -40,6 +47,7 @@ def test_classification(classified):
         "frozen embeddings + logistic regression",
     ]
     assert result["baselines"][0]["metrics"]["accuracy"]["value"] == pytest.approx(0.5, abs=0.05)
+
     assert np.sum(result["confusion_matrix"]) == 21
     assert result["selected"]["epoch"] in range(1, 7) and len(result["history"]) == 6
 
@@ -49,15 +57,18 @@ def test_classification(classified):
         *("confusion_matrix.png", "learning_curve.png"),
     }
     assert not (output / "checkpoints").exists()
+
     assert runs.read_json(output / "metrics.json") == {
         key: result[key] for key in runs.read_json(output / "metrics.json")
     }
+
     card = (output / "README.md").read_text(encoding="utf-8")
     assert "| fine-tuned | " in card and "Expected calibration error" in card
     assert str(folder) not in card
 
 
 def test_the_model_is_the_one_that_was_measured(classified):
+    """The saved model classifies texts in the pipeline of transformers."""
     folder, result = classified
     classifier = pipeline("text-classification", str(folder / "out"), trust_remote_code=True)
     assert classifier("the story is a gloomy film")[0]["label"] == "bad"
@@ -66,18 +77,20 @@ def test_the_model_is_the_one_that_was_measured(classified):
 
 
 def test_a_finished_run_is_not_repeated(classified, caplog):
+    """Running the command again returns the result, and changed options are an error."""
     folder, result = classified
     before = (folder / "out" / "model.safetensors").stat().st_mtime_ns
     caplog.set_level("INFO", "neobert")
     assert runs.run(folder, []) == result
     assert (folder / "out" / "model.safetensors").stat().st_mtime_ns == before
     assert "already finished" in caplog.text
+
     with pytest.raises(UserError, match="split_seed 0, now 1"):
         runs.run(folder, [], "--split-seed", "1")
 
 
 def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
-    """The process ends at an epoch; the next one ends as an uninterrupted one."""
+    """A run that is interrupted after two epochs ends with the results of an uninterrupted run."""
     folder, result = classified
     from neobert.finetuning.trainer import FinetuneTrainer
 
@@ -88,12 +101,16 @@ def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
         if self.state.epoch == 2:
             raise KeyboardInterrupt
 
+    # The first process ends after the second epoch, with a checkpoint.
     monkeypatch.setattr(FinetuneTrainer, "_maybe_log_save_evaluate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         runs.run(tmp_path, runs.classification_rows())
     assert list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+
+    # The second process resumes from the checkpoint.
     monkeypatch.undo()
     resumed = runs.run(tmp_path, [])
+
     weights = [load_file(path / "out" / "model.safetensors") for path in (folder, tmp_path)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert resumed["history"] == result["history"]
@@ -101,6 +118,7 @@ def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
 
 
 def test_several_labels(tmp_path):
+    """Check a multi-label classification: metric, baselines, configuration and plot."""
     result = runs.run(tmp_path, runs.multi_label_rows())
     assert result["task"] == "multi-label" and value(result, "micro_f1") > 0.9
     assert len(result["baselines"]) == 3
@@ -111,14 +129,20 @@ def test_several_labels(tmp_path):
 
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_regression(tmp_path, lora):
-    """Labels far from 0 are learned, and the saved model predicts them in their unit."""
+    """Labels far from 0 can be learned, and the saved model predicts them in their original unit.
+
+    Labels are standardized for training, and the saved output layer reverses the standardization.
+    """
     rows = [{**row, "score": 100 * row["score"] + 1000.25} for row in runs.regression_rows()]
     result = runs.run(tmp_path, rows, "--num-train-epochs", "20", "--lora", lora)
     assert value(result, "spearman") > 0.7
+
     model = pipeline("text-classification", str(tmp_path / "out"), function_to_apply="none")
     scores = [row["score"] for row in model([row["text"] for row in rows[:50]])]
     errors = [abs(score - row["score"]) for score, row in zip(scores, rows)]
-    assert np.mean(errors) < 70, "the standard deviation of the labels is 112"
+    # The standard deviation of the labels is 112.
+    assert np.mean(errors) < 70
+
     assert result["reload_difference"] < 1e-2
     assert [entry["name"] for entry in result["baselines"]][0] == "mean label"
     assert result["calibration"] is None
@@ -126,6 +150,7 @@ def test_regression(tmp_path, lora):
 
 
 def test_spans_of_characters(tmp_path):
+    """Check token classification: metrics, baselines, and entities in the pipeline."""
     result = runs.run(tmp_path, runs.span_rows(), "--num-train-epochs", "12")
     assert value(result, "entity_f1") > 0.9
     assert [entry["name"] for entry in result["baselines"]] == [
@@ -135,19 +160,21 @@ def test_spans_of_characters(tmp_path):
     ]
     assert [row["label"] for row in result["label_table"]] == ["LOC", "PER"]
     assert result["calibration"]["error_after"] < 0.2
+
     tagger = pipeline(
         "token-classification",
         str(tmp_path / "out"),
         trust_remote_code=True,
         aggregation_strategy="first",
     )
-    found = [
+    entities = [
         (row["word"], row["entity_group"]) for row in tagger("the film of Mary Smith in Rome.")
     ]
-    assert found == [("mary smith", "PER"), ("rome", "LOC")]
+    assert entities == [("mary smith", "PER"), ("rome", "LOC")]
 
 
 def test_lora_and_early_stopping(tmp_path):
+    """A run with LoRA stops early, saves its adapter, and saves the merged model."""
     pytest.importorskip("peft")
     arguments = ["--lora", "true", "--patience", "1", "--num-train-epochs", "30"]
     result = runs.run(tmp_path, runs.classification_rows(), *arguments)
@@ -158,7 +185,7 @@ def test_lora_and_early_stopping(tmp_path):
 
 
 def test_zero_shot_classification_with_pairs(tmp_path):
-    """A model that was fine-tuned on pairs with the labels of NLI works in the pipeline."""
+    """A model fine-tuned on pairs with the labels of NLI works in the zero-shot pipeline."""
     columns = ["--text-column", "premise", "hypothesis"]
     result = runs.run(tmp_path, runs.pair_rows(), *columns, "--num-train-epochs", "15")
     assert value(result, "accuracy") > 0.9
@@ -169,6 +196,7 @@ def test_zero_shot_classification_with_pairs(tmp_path):
 
 
 def test_the_command_prints_the_comparison(classified, tmp_path, capsys, caplog):
+    """The command prints the table of metrics and logs the comparison with the baselines."""
     folder, _ = classified
     caplog.set_level("INFO", "neobert")
     assert main(["finetune", *runs.command_line(folder)]) == 0
@@ -187,6 +215,10 @@ def test_the_command_prints_the_comparison(classified, tmp_path, capsys, caplog)
     ],
 )
 def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_better):
+    """Check the statement for 90, 51 and 50 correct predictions; the best baseline has 50.
+
+    `own` contains the predictions of the fine-tuned model for 100 rows.
+    """
     labels = np.ones(100, dtype=int)
     other = np.array([1] * 50 + [0] * 50)
 
@@ -194,21 +226,25 @@ def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_
         accuracy = float(np.mean(predictions))
         return Result(name, {"accuracy": accuracy}, {}, labels, np.array(predictions), 100)
 
-    found = compare("accuracy", result("own", own), [result("a", [0] * 100), result("b", other)])
-    assert statement in found["statement"] and found["is_better"] is is_better
-    # Both are measured on the same rows: the paired difference has a smaller error.
-    mean = np.array(own) - other
-    assert found["standard_error"] == pytest.approx(mean.std() / 10, rel=0.25, abs=0.004)
+    summary = compare("accuracy", result("own", own), [result("a", [0] * 100), result("b", other)])
+    assert statement in summary["statement"] and summary["is_better"] is is_better
+
+    # Both models are measured on the same rows, so the standard error is that of the paired
+    # difference, which is smaller than that of independent samples.
+    differences = np.array(own) - other
+    assert summary["standard_error"] == pytest.approx(differences.std() / 10, rel=0.25, abs=0.004)
 
 
 def test_ratings_have_a_mean_distance():
+    """The mean distance is computed between numeric class names, and is None for other names."""
     task = TextTask("classification", ("text",), ("stars",), ("1", "2", "5"))
     assert evaluation.mean_distance(task, [0, 1, 2], np.array([0, 2, 0])) == (0 + 3 + 4) / 3
-    words = TextTask("classification", ("text",), ("stars",), ("bad", "good"))
-    assert evaluation.mean_distance(words, [0], np.array([1])) is None
+    named_task = TextTask("classification", ("text",), ("stars",), ("bad", "good"))
+    assert evaluation.mean_distance(named_task, [0], np.array([1])) is None
 
 
 def test_a_metric_of_another_task_is_refused(tmp_path):
+    """A metric that is not one of the task is an error."""
     write_jsonl(tmp_path / "rows.jsonl", runs.classification_rows())
     runs.write_model(tmp_path / "model")
     with pytest.raises(UserError, match="`metric` must be one of accuracy, macro_f1, matthews for"):
@@ -216,6 +252,7 @@ def test_a_metric_of_another_task_is_refused(tmp_path):
 
 
 def test_truncated_texts_are_counted(tmp_path, caplog):
+    """A truncated text is counted and logged. Also checks a run without baselines."""
     rows = runs.classification_rows()
     rows[0]["text"] = "good " * 100
     result = runs.run(tmp_path, rows, "--max-steps", "1", "--baselines", "false")
@@ -225,12 +262,17 @@ def test_truncated_texts_are_counted(tmp_path, caplog):
 
 
 def test_embeddings_of_pairs_have_their_difference_and_product():
+    """The features of a pair are both embeddings, their absolute difference and their product."""
+
     class Encoder:
+        """Encoder whose embeddings are the length of a text and 1."""
+
         def encode(self, texts, show_progress_bar):
             return np.array([[len(text), 1.0] for text in texts])
 
     from neobert.finetuning.rows import Examples
 
+    # The embeddings are [1, 1] and [3, 1].
     features = comparison._embeddings(Encoder(), Examples([("a", "bbb")], [0], []))
     assert features.tolist() == [[1, 1, 3, 1, 2, 0, 3, 1]]
     assert TextTask("classification", ("a", "b"), ("c",), ("x", "y")).describe() == (
@@ -240,16 +282,21 @@ def test_embeddings_of_pairs_have_their_difference_and_product():
 
 @pytest.mark.slow
 def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
-    """The defaults beat the majority class and frozen embeddings on definitions."""
+    """With the default options, the bundled encoder learns to classify definitions.
+
+    The label of a definition is its first words, which are removed from the text. The majority
+    class would reach an accuracy of about one third.
+    """
     from helpers.paths import ROOT
 
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     texts = [line.split("\t")[1] for line in lines]
     rows = []
     for start in ("the act of", "a person who", "the quality of"):
-        rests = [text[len(start) :] for text in texts if text.startswith(start)][:120]
-        rows += [{"text": rest, "label": start} for rest in rests]
+        endings = [text[len(start) :] for text in texts if text.startswith(start)][:120]
+        rows += [{"text": ending, "label": start} for ending in endings]
     write_jsonl(tmp_path / "rows.jsonl", rows)
+
     code = main(
         [
             *("finetune", str(tmp_path / "rows.jsonl")),
@@ -257,9 +304,11 @@ def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
             *("--output", str(tmp_path / "out")),
         ]
     )
+
     result = runs.read_json(tmp_path / "out" / "result.json")
     assert code == 0 and result["warning"] is None
     assert value(result, "accuracy") > 0.7
+
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert model.config.classifier_pooling == "mean"
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 30522
@@ -267,7 +316,10 @@ def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
 
 @pytest.mark.slow
 def test_names_in_text_beat_the_most_frequent_tags(tmp_path):
-    """The data of the README's row, which was made from WordNet."""
+    """Fine-tuning finds more names than a baseline with the most frequent tag of each word.
+
+    These rows were created from WordNet and are also used for a row of the README.
+    """
     from helpers.paths import ROOT
 
     names = ROOT / "tests" / "data" / "names"
@@ -278,6 +330,7 @@ def test_names_in_text_beat_the_most_frequent_tags(tmp_path):
             *("--output", str(tmp_path / "out")),
         ]
     )
+
     result = runs.read_json(tmp_path / "out" / "result.json")
     assert code == 0 and result["rows"]["test"] == 80
     assert value(result, "entity_f1") > 0.45

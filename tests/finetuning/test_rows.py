@@ -1,4 +1,4 @@
-"""Test the task that rows describe, their labels, and splits."""
+"""Test how `neobert finetune` infers the task from rows, encodes labels and splits the rows."""
 
 import json
 from collections import Counter
@@ -14,13 +14,15 @@ from neobert.finetuning.rows import Examples, TextTask
 from neobert.finetuning.splits import read_splits, split_rows
 
 
-def read(tmp_path, rows, known=None, **options):
+def read(tmp_path, rows, known_labels=None, **options):
+    """Write rows to a file, and return their task and splits."""
     path = tmp_path / "rows.jsonl"
     write_jsonl(path, rows)
-    return read_splits(DataOptions(train=str(path), **options), known)
+    return read_splits(DataOptions(train=str(path), **options), known_labels)
 
 
 def rows_with(labels, column="label", copies=10):
+    """Return rows with different texts, `copies` of them per label."""
     return [
         {"text": f"text {index} of copy {copy}", column: label}
         for copy in range(copies)
@@ -32,7 +34,7 @@ def rows_with(labels, column="label", copies=10):
     ("labels", "name", "expected"),
     [
         (["b", "a"], "classification", ("a", "b")),
-        # Numbers have the order of numbers, and keep their names.
+        # Numeric labels are sorted by value, and keep their spelling.
         ([10, 9, 1], "classification", ("1", "9", "10")),
         (["10", "9.0", "1"], "classification", ("1", "9.0", "10")),
         ([1.0, 2.0], "classification", ("1", "2")),
@@ -43,6 +45,7 @@ def rows_with(labels, column="label", copies=10):
     ],
 )
 def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
+    """Check the task and the class names for labels of several types."""
     task, splits = read(tmp_path, rows_with(labels))
     assert (task.name, task.labels) == (name, expected)
     if name == "multi-label":
@@ -50,6 +53,7 @@ def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
 
 
 def test_columns_of_zeros_and_ones_are_labels(tmp_path):
+    """Several label columns of 0 and 1 are a multi-label task. Other values are an error."""
     rows = [{"comment": f"c {i}", "toxic": i % 2, "rude": int(i % 3 == 0)} for i in range(60)]
     options = {"text_column": ["comment"], "label_column": ["toxic", "rude"]}
     task, splits = read(tmp_path, rows, **options)
@@ -58,12 +62,14 @@ def test_columns_of_zeros_and_ones_are_labels(tmp_path):
         label for texts, label in zip(splits.train.texts, splits.train.labels) if texts == ("c 3",)
     ]
     assert first == [1.0, 1.0]
+
     rows[5]["rude"] = 7
     with pytest.raises(UserError, match="row 6: label columns must contain 0 and 1, got"):
         read(tmp_path / "other", rows, **options)
 
 
 def test_tags_and_spans_are_token_classification(tmp_path):
+    """Tags of words and spans of characters are converted to BIO tags; plain tags are kept."""
     tokens = [{"tokens": ["Ada", f"w{i}"], "tags": ["S-PER", "O"]} for i in range(30)]
     task, splits = read(tmp_path, tokens)
     assert (task.name, task.labels, task.bio) == ("tokens", ("O", "B-PER", "I-PER"), True)
@@ -88,6 +94,7 @@ def test_tags_and_spans_are_token_classification(tmp_path):
 
 
 def test_a_csv_may_contain_lists(tmp_path):
+    """A list in JSON in a cell of a CSV file is a list of labels."""
     lines = ["text,labels", *(f'text {i},"[""a"", ""b""]"' for i in range(30)), "other,[]"]
     (tmp_path / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
     task, _ = read_splits(DataOptions(train=str(tmp_path / "rows.csv")))
@@ -95,6 +102,7 @@ def test_a_csv_may_contain_lists(tmp_path):
 
 
 def test_class_names_of_a_parquet_file_are_kept(tmp_path):
+    """The class names that `datasets` stores in a parquet file name the label numbers."""
     feature = {"names": ["sad", "glad"], "_type": "ClassLabel"}
     info = {"info": {"features": {"label": feature, "text": {"dtype": "string"}}}}
     table = pyarrow.table({"text": [f"t {i}" for i in range(40)], "label": [0, 1] * 20})
@@ -106,14 +114,16 @@ def test_class_names_of_a_parquet_file_are_kept(tmp_path):
 
 
 def test_label_numbers_of_the_model_are_kept(tmp_path):
-    known = {"b": 0, "a": 1}
-    task, splits = read(tmp_path, rows_with(["a", "b"]), known)
+    """The label numbers of the model are kept if the file has the same labels, else replaced."""
+    known_labels = {"b": 0, "a": 1}
+    task, splits = read(tmp_path, rows_with(["a", "b"]), known_labels)
     assert task.labels == ("b", "a") and splits.train.labels[0] == 1
-    task, _ = read(tmp_path / "other", rows_with(["a", "c"]), known)
+    task, _ = read(tmp_path / "other", rows_with(["a", "c"]), known_labels)
     assert task.labels == ("a", "c")
 
 
 def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
+    """Rows without a text or a label are omitted, and their number is logged."""
     caplog.set_level("INFO", "neobert")
     rows = [*rows_with(["a", "b"]), {"text": " ", "label": "a"}, {"text": "x", "label": None}]
     _, splits = read(tmp_path, rows)
@@ -135,6 +145,7 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
     ],
 )
 def test_errors_are_one_sentence(tmp_path, rows, options, message):
+    """Check the messages about rows that cannot be used."""
     with pytest.raises(UserError, match=message):
         read(tmp_path, rows, **options)
 
@@ -144,26 +155,38 @@ def test_errors_are_one_sentence(tmp_path, rows, options, message):
 
 
 def examples(labels):
+    """Return rows with different texts and these labels."""
     return Examples([(f"text {i}",) for i in range(len(labels))], labels, [])
 
 
 def test_splits_are_stratified_disjoint_and_seeded():
+    """Each part has the same distribution of labels, and the seed determines the parts."""
     labels = [0] * 700 + [1] * 200 + [2] * 100
     task = TextTask("classification", ("text",), ("label",), ("a", "b", "c"))
     parts = split_rows(task, examples(labels), [0.1, 0.2], seed=0)
+
+    # Each row is in exactly one part, and each part has its fraction of every label.
     assert sorted(index for part in parts for index in part) == list(range(1000))
     for part, fraction in zip(parts, (0.7, 0.1, 0.2)):
         counts = Counter(labels[index] for index in part)
         for label, total in ((0, 700), (1, 200), (2, 100)):
-            assert abs(counts[label] - fraction * total) <= 2, (fraction, counts)
+            assert abs(counts[label] - fraction * total) <= 2, (
+                f"Unexpected counts {counts} of the part with fraction {fraction}."
+            )
+
     assert split_rows(task, examples(labels), [0.1, 0.2], seed=0) == parts
     assert split_rows(task, examples(labels), [0.1, 0.2], seed=1) != parts
-    # Rows of one label are a random sample, not a range.
+
+    # The rows of a label are a random sample, not the first or the last rows.
     first = [index for index in parts[2] if index < 700]
     assert 40 < sum(index < 350 for index in first) < 100
 
 
 def test_equal_texts_stay_together_and_rare_labels_are_trained_on():
+    """Rows with equal texts are in the same part, and labels of two rows are in the training part.
+
+    Equal texts in two parts would leak training rows into the validation or test rows.
+    """
     task = TextTask("classification", ("text",), ("label",), ("a", "b"))
     rare = [(f"rare {i}",) for i in range(40)]
     texts = [(f"text {i // 4}",) for i in range(200)] + rare
@@ -175,6 +198,10 @@ def test_equal_texts_stay_together_and_rare_labels_are_trained_on():
 
 
 def test_files_replace_the_splits(tmp_path, caplog):
+    """With a test file, no training rows are used for the test.
+
+    A label that only the test file contains is part of the task, and is reported.
+    """
     test = tmp_path / "test.jsonl"
     write_jsonl(test, [{"text": "text 0 of copy 0", "label": "a"}, {"text": "new", "label": "c"}])
     task, splits = read(tmp_path, rows_with(["a", "b"]), test_file=str(test))

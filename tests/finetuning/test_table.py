@@ -1,6 +1,7 @@
-"""Test the GLUE table.
+"""Test the table of `neobert glue`, the grid search, and which weights are saved.
 
-Its layout, the published averages, the best of a grid over all seeds, and the saved models.
+Covers the layout of the table, the averages of the published rows, the runs of all seeds with the
+best combination of a grid, and the MNLI run that other tasks start from.
 """
 
 import json
@@ -25,6 +26,18 @@ from neobert.finetuning.tasks import TASKS
 
 
 def fake_result(folder, task, seed, score, name="mine", selected=None, row=None, **settings):
+    """Write the result of a finished run, and return the directory of the run.
+
+    Args:
+        folder: Output directory of `neobert glue`.
+        task: Name of the task.
+        seed: Seed of the run.
+        score: Dev score.
+        name: Name of the model.
+        selected: Score that selects the checkpoint, by default the dev score.
+        row: Row of the table, by default the name of the model.
+        **settings: Settings of the run.
+    """
     values = {"seed": seed, "learning_rate": 1e-5, **settings}
     result = {"neobert": "glue", "task": task, "name": name, "row": row or name}
     result |= {"settings": values, "score": score}
@@ -36,20 +49,24 @@ def fake_result(folder, task, seed, score, name="mine", selected=None, row=None,
 
 
 def test_table_layout(tmp_path):
+    """Check the header, the published rows, and the measured rows with their averages."""
     for task in TASKS:
         for seed, score in ((1, 0.80), (2, 0.84)):
             fake_result(tmp_path, task, seed, score)
-    # A single seed does not win over two, however good; of two groups of one size the better
-    # selection score counts, not the dev score.
+    # A group of two seeds is preferred to a single seed with a higher score. Of two groups with the
+    # same number of seeds, the one with the higher selection score is preferred. Dev scores do not
+    # count.
     fake_result(tmp_path, "rte", 3, 0.99, learning_rate=1e-4)
     fake_result(tmp_path, "sst2", 1, 0.90, name="other", selected=0.7)
     fake_result(tmp_path, "sst2", 1, 0.85, name="other", selected=0.8, learning_rate=1e-4)
+
     glue_table.write_tables(tmp_path)
     lines = [
         line.strip("| ").split(" | ")
         for line in (tmp_path / "table.md").read_text().splitlines()
         if line.startswith("| ")
     ]
+
     tasks = ["MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS"]
     assert lines[0] == ["model", "source", *tasks, "avg"]
     published = [line for line in lines if len(line) > 1 and line[1] == "published"]
@@ -57,11 +74,12 @@ def test_table_layout(tmp_path):
         line[:4] for line in published
     ]
     mine = next(line for line in lines if line[0] == "mine")
-    # Standard deviation of 80 and 84 with n - 1: 2.83.
+    # The standard deviation of 80 and 84, with n - 1 degrees of freedom, is 2.83.
     assert mine == ["mine", "measured, 2 seeds", *["82.0 ± 2.8"] * 8, "82.0"]
+
     table = json.loads((tmp_path / "table.json").read_text())
     expected = ["other", "measured, 1 seed", *[None] * 4, "85.0", *[None] * 4]
-    assert table["rows"][-1] == expected, "an average needs all eight tasks"
+    assert table["rows"][-1] == expected, "The average requires all eight tasks."
     (cell,) = [cell for cell in table["measured"] if cell["name"] == "other"]
     assert (cell["score"], cell["deviation"], cell["seeds"]) == (0.85, None, 1)
 
@@ -76,23 +94,29 @@ def test_table_layout(tmp_path):
     ],
 )
 def test_runs_that_do_not_compare_are_rows_of_their_own(options, row):
+    """Options that make runs incomparable are part of the name of the row."""
     assert OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options]).row == row
 
 
 def test_published_averages():
-    """Every published row's average is that of its tasks, to the rounding of the paper (its
-    NomicBERT and BERT rows are rounded further)."""
+    """The average of each published row is the mean of its tasks.
+
+    The tolerance allows for the rounding of the paper, which is coarser for NomicBERT and BERT.
+    """
     for name, values in GLUE.items():
-        assert abs(np.mean(values[:-1]) - values[-1]) < 1.6, f"{name}: a figure was copied wrongly."
+        assert abs(np.mean(values[:-1]) - values[-1]) < 1.6, (
+            f"The values of {name} do not match the published average."
+        )
 
 
 def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
-    done = []
+    """The grid is searched with the first seed, and the best combination is run with all seeds."""
+    calls = []
 
-    def fine_tune(run, *others):
+    def fine_tune(run, *arguments):
         rate = run.hyperparameters.learning_rate
-        done.append((rate, run.hyperparameters.batch_size, run.seed))
-        # Selection prefers 2e-5, the dev score prefers 1e-5.
+        calls.append((rate, run.hyperparameters.batch_size, run.seed))
+        # The learning rate 2e-5 has the best selection score, but not the best dev score.
         selected, score = (0.9, 0.5) if rate == 2e-5 else (0.4, 0.8)
         return {"score": score, "selected": {"score": selected}, "last": {"score": score}}
 
@@ -106,19 +130,23 @@ def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
     results = glue.run_task(
         options, TASKS["sst2"], glue.Inputs(None, "ours", 768, splits={"sst2": {}})
     )
-    assert len(done) == 8, "six learning rates with the first seed, then both seeds of the best"
-    assert done[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2
+
+    assert len(calls) == 8, "Six learning rates with the first seed, then two runs with the best."
+    assert calls[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2
 
 
 def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
+    """Tasks start from the MNLI run of the same row with the highest selection score."""
     argv = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
     options = OPTIONS["glue"].read(argv)
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
         if seed == 1:
-            # A run whose weights are gone is no start.
+            # A run without saved weights cannot be the start.
             assert glue.choose_start(options, TASKS["rte"]) == (None, "m")
         (folder / "best").mkdir()
+
+    # The run of another model has a higher score.
     fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
     best = tmp_path / "mine" / "mnli" / "2-1e-05"
     assert glue.choose_start(options, TASKS["rte"]) == (best.name, str(best / "best"))
@@ -128,34 +156,43 @@ def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
 def test_weights_are_kept_of_runs_that_are_better_than_those_before(
     world, tmp_path, monkeypatch, keep, kept
 ):
-    """What is there is never removed."""
+    """By default, the weights of a run are saved if its score is higher than all earlier scores.
+
+    Weights that were saved before are not removed. With "all", the weights of all runs are saved.
+    """
     scores = iter([0.5, 0.5, 0.7, 0.7, 0.6, 0.6])
     monkeypatch.setattr(
         glue_run, "evaluation_metrics", lambda *_: {"score": next(scores), "dev_score": 0.5}
     )
     settings = {"num_train_epochs": 0.2, "max_eval_interval": 1}
     run(world, tmp_path, seeds="1,2,3", keep_models=keep, **settings)
+
     best = [path.parent for path in tmp_path.rglob("best/model.safetensors")]
     assert {int(path.parent.name.split("seed")[1][0]) for path in best} == kept
     assert len(glue_table.finished_runs(tmp_path)) == 3
 
 
 def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):
-    output, quick = tmp_path / "out", {"num_train_epochs": 0.2, "name": "mine"}
-    run(world, output, **quick)
+    """Other weights or other rows under the name of an earlier run are an error."""
+    output = tmp_path / "out"
+    options = {"num_train_epochs": 0.2, "name": "mine"}
+    run(world, output, **options)
     assert "| mine (data: data) |" in (output / "table.md").read_text()
-    words = "is a run of other weights or rows under the name 'mine'. Choose another --name"
-    with pytest.raises(UserError, match=words):
-        run(world, output, **{**quick, "model": world / "bert"})
+
+    message = "is a run of other weights or rows under the name 'mine'. Choose another --name"
+    with pytest.raises(UserError, match=message):
+        run(world, output, **{**options, "model": world / "bert"})
+
     for path in (world / "data" / "sst2").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         write_jsonl(tmp_path / "data" / "sst2" / path.name, rows[1:])
-    with pytest.raises(UserError, match=words):
-        run(world, output, **{**quick, "data": tmp_path / "data"})
+    with pytest.raises(UserError, match=message):
+        run(world, output, **{**options, "data": tmp_path / "data"})
     assert len(glue_table.finished_runs(output)) == 1
 
 
 def test_tables_of_others_are_not_replaced(world, tmp_path):
+    """Table files that the command did not write are an error, and stay unchanged."""
     for name in ("table.md", "table.json"):
         (tmp_path / name).write_text("{}")
         with pytest.raises(UserError, match="was not written by `neobert glue`"):

@@ -1,4 +1,7 @@
-"""Test words, tags and entities with hand-written examples, and compare entities with seqeval."""
+"""Test words, tags and entities of token classification.
+
+The expected values are written by hand, and entities are compared with those of seqeval.
+"""
 
 import random
 
@@ -22,10 +25,12 @@ from neobert.finetuning.tagging import (  # noqa: E402
 
 
 def words_of(text):
+    """Return the words of a text as strings."""
     return [text[start:end] for start, end in split_words(text)]
 
 
 def test_words_are_runs_of_letters_signs_and_single_ideographs():
+    """Check how texts are split into words, also in scripts without spaces."""
     assert words_of("Ada's 3.5 café, no?") == [
         "Ada",
         "'",
@@ -49,6 +54,7 @@ def test_joined_words_have_their_bounds():
 
 
 def test_schemes_are_converted_to_bio():
+    """Tags of the schemes IOBES, BILOU and IOB1 are converted to BIO tags."""
     assert to_bio(["B-X", "E-X", "S-X", "O", "U-Y", "I-Y"]) == [
         "B-X",
         "I-X",
@@ -57,30 +63,38 @@ def test_schemes_are_converted_to_bio():
         "B-Y",
         "B-Y",
     ]
-    # IOB1 starts an entity with I-.
+    # In IOB1, an entity starts with I-.
     assert to_bio(["I-X", "I-X", "I-Y", "O", "I-Y"]) == ["B-X", "I-X", "B-Y", "O", "B-Y"]
     assert is_bio(["O", "B-X"]) and not is_bio(["O", "NOUN"]) and not is_bio(["B"])
 
 
 def test_spans_become_tags_of_the_words_that_they_touch():
+    """A word belongs to a span that contains one of its characters."""
     text = "Dr. Ada Byron-King of London"
     words = split_words(text)
     spans = [{"start": 4, "end": 18, "label": "PER"}, {"start": 22, "end": 28, "label": "LOC"}]
     tags, lost = tags_from_spans(spans, words)
     assert tags == ["O", "O", "B-PER", "I-PER", "I-PER", "I-PER", "O", "B-LOC"] and lost == 0
-    found = [(entity.start, entity.end, entity.label) for entity in find_entities(tags, words)]
-    assert found == [(4, 18, "PER"), (22, 28, "LOC")]
-    # A span inside another one, and one without a word.
-    more = [*spans, {"start": 8, "end": 13, "label": "X"}, {"start": 3, "end": 4, "label": "X"}]
-    assert tags_from_spans(more, words) == (tags, 2)
+    entities = [(entity.start, entity.end, entity.label) for entity in find_entities(tags, words)]
+    assert entities == [(4, 18, "PER"), (22, 28, "LOC")]
+
+    # A span inside another one and a span without a word are counted as lost.
+    all_spans = [
+        *spans,
+        {"start": 8, "end": 13, "label": "X"},
+        {"start": 3, "end": 4, "label": "X"},
+    ]
+    assert tags_from_spans(all_spans, words) == (tags, 2)
 
 
 def test_the_first_token_of_a_word_carries_its_tag():
+    """`token_positions` returns the first token of each word, or -1 for a truncated word."""
     words = [(0, 3), (4, 9), (9, 10), (11, 14)]
-    # [CLS] and [SEP] are empty, the second word has two tokens, the last one was truncated.
+    # [CLS] and [SEP] have no characters, the second word has two tokens, and the last word was
+    # truncated.
     offsets = [(0, 0), (0, 3), (4, 6), (6, 9), (9, 10), (0, 0)]
     assert token_positions(words, offsets).tolist() == [1, 2, 4, -1]
-    # A token that includes the space before the word.
+    # The tokens of some tokenizers include the space before the word.
     assert token_positions([(0, 3), (4, 9)], [(0, 3), (3, 9)]).tolist() == [0, 1]
     assert token_positions([(0, 1)], [(0, 0)]).tolist() == [-1]
     assert token_positions([], offsets).tolist() == []
@@ -88,6 +102,7 @@ def test_the_first_token_of_a_word_carries_its_tag():
 
 
 def test_plain_tags_make_one_entity_per_word():
+    """Without the BIO scheme, each word with a tag other than O is an entity of its own."""
     bounds = [(0, 1), (2, 3), (4, 5)]
     assert find_entities(["NOUN", "NOUN", "O"], bounds, bio=False) == [
         Entity(0, 1, "NOUN", 0, 1),
@@ -97,6 +112,7 @@ def test_plain_tags_make_one_entity_per_word():
 
 
 def test_entities_are_those_of_seqeval():
+    """Entities and the F1 score of random tag sequences are those of seqeval."""
     generator = random.Random(0)
     names = ["O", "B-X", "I-X", "B-Y", "I-Y"]
     for _ in range(200):
@@ -104,10 +120,10 @@ def test_entities_are_those_of_seqeval():
         guess = generator.choices(names, k=12)
         bounds = [(index, index + 1) for index in range(12)]
         expected = {(label, start, stop + 1) for label, start, stop in seqeval.get_entities(truth)}
-        found = {
+        entities = {
             (entity.label, entity.first, entity.stop) for entity in find_entities(truth, bounds)
         }
-        assert found == expected, truth
+        assert entities == expected, f"The entities of {truth} differ."
 
         correct, guessed, true = tag_counts(truth, guess, bio=True)
         f1 = 2 * correct / (guessed + true) if guessed + true else 0.0

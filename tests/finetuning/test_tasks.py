@@ -1,7 +1,6 @@
-"""Test the rows of GLUE tasks.
+"""Test the rows of GLUE tasks and the messages of `neobert glue` about invalid input.
 
-All file types give the same rows. Covers splits, held-out rows, names on the Hub, and messages
-about invalid rows and options.
+Covers the file types, the data set on the Hub, and invalid rows, options and checkpoints.
 """
 
 import json
@@ -21,7 +20,7 @@ from neobert.finetuning.tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------
-# bad input
+# invalid input
 
 
 @pytest.mark.parametrize(
@@ -37,22 +36,29 @@ from neobert.finetuning.tasks import TASKS
     ],
 )
 def test_bad_options(world, tmp_path, more, words):
+    """Invalid options are an error, and nothing but the record of the run is written.
+
+    `more` contains the options, and `words` is the expected message.
+    """
     with pytest.raises(UserError, match=words):
         run(world, tmp_path / "out", **more)
     files = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert files <= {"run.json", ".lock"}, "Work was done although the input is bad."
+    assert files <= {"run.json", ".lock"}, "Files were written although the options are invalid."
 
 
 def test_names_and_grids():
+    """The default name is that of the resolved directory, and --grid-values sets the grid."""
     arguments = ["--task", "sst2", "--model", "here/sub/..", "--grid"]
     grid = "{batch_size: [3], learning_rate: [1e-4], weight_decay: [0]}"
     options = OPTIONS["glue"].read([*arguments, "--grid-values", grid])
-    assert options.name == "here", "a row's folder is below the output"
-    (chosen,) = options.combinations(TASKS["sst2"])
-    assert chosen == Hyperparameters(batch_size=3, learning_rate=1e-4, weight_decay=0)
+    # The name is a directory below the output, so it must not be "..".
+    assert options.name == "here"
+    (hyperparameters,) = options.combinations(TASKS["sst2"])
+    assert hyperparameters == Hyperparameters(batch_size=3, learning_rate=1e-4, weight_decay=0)
 
 
 def test_every_task_is_checked_before_the_first_is_trained(world, tmp_path, monkeypatch):
+    """A batch size that three processes cannot share is an error before any run."""
     processes = SimpleNamespace(num_processes=3, is_main_process=True)
     monkeypatch.setattr(glue_run, "process_state", lambda: processes)
     with pytest.raises(UserError, match="`batch_size` of rte must be a multiple of .* = 3, got 16"):
@@ -82,6 +88,7 @@ GOOD_ROW = {"sentence": "good", "label": 1}
     ],
 )
 def test_bad_rows(tmp_path, lines, words):
+    """Check the messages about empty files, broken JSON, wrong labels and wrong texts."""
     path = tmp_path / "sst2" / "train.jsonl"
     path.parent.mkdir()
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
@@ -91,7 +98,10 @@ def test_bad_rows(tmp_path, lines, words):
 
 
 def test_file_kinds_give_the_same_rows(tmp_path):
-    """A train split of one kind and a dev split of another; parquet as the Hub has it, sharded."""
+    """Parquet and CSV files with the same content give the same rows.
+
+    The parquet file is named like the shards on the Hub.
+    """
     folder = tmp_path / "stsb"
     rows = [{"sentence1": "a, b", "sentence2": 'say "c"', "label": 2.5}]
     rows += [{"sentence1": "d", "sentence2": "e", "label": 0.0}]
@@ -101,37 +111,42 @@ def test_file_kinds_give_the_same_rows(tmp_path):
     (folder / "validation.csv").write_text(
         'sentence1,sentence2,label\n"a, b","say ""c""",2.5\nd,e,0.0\n'
     )
+
     loaded = glue_tasks.load_task(TASKS["stsb"], str(tmp_path))
     columns = {"sentence1": ["a, b", "d"], "sentence2": ['say "c"', "e"], "label": [2.5, 0.0]}
     assert loaded == {"train": columns, "validation": columns}
 
 
 def test_rows_of_the_hub(monkeypatch):
+    """`load_task` requests all splits of the data set, and returns the columns of the task."""
     import datasets
 
     rows = [{"premise": "a", "hypothesis": "b", "label": 2, "idx": 0}]
-    asked = []
+    requests = []
 
     def load(name, task, split):
-        asked.append((name, task, split))
+        requests.append((name, task, split))
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+
     splits = glue_tasks.load_task(TASKS["mnli"], glue_tasks.HUB_DATA)
     names = ("train", "validation_matched", "validation_mismatched")
-    assert asked == [("nyu-mll/glue", "mnli", split) for split in names]
+    assert requests == [("nyu-mll/glue", "mnli", split) for split in names]
     assert splits["train"] == {"premise": ["a"], "hypothesis": ["b"], "label": [2]}
 
 
 def test_checkpoint_of_another_kind(world, tmp_path):
+    """A checkpoint that lacks encoder weights, and a truncated file, are refused."""
     from safetensors.torch import load_file, save_file
 
     model = shutil.copytree(world / "model", tmp_path / "model")
     weights = {k: v for k, v in load_file(model / "model.safetensors").items() if "wo" not in k}
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    words = "lacks 2 weights of the encoder, for example model.transformer_encoder.0.wo.weight"
-    with pytest.raises(UserError, match=words):
+    message = "lacks 2 weights of the encoder, for example model.transformer_encoder.0.wo.weight"
+    with pytest.raises(UserError, match=message):
         run(world, tmp_path / "out", model=model)
+
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
     with pytest.raises(UserError, match="cannot be loaded as a classifier"):
         run(world, tmp_path / "out", model=model)

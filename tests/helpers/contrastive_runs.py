@@ -1,4 +1,4 @@
-"""Runs of `neobert contrastive` on tiny pairs, for its tests."""
+"""Fixtures and arguments for the tests of `neobert contrastive`, with tiny data."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 
 @pytest.fixture(scope="module", name="model_folder")
 def make_model_folder(tmp_path_factory, tokenizer_dir):
+    """Return the directory of a tiny encoder with random weights and its tokenizer."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("encoder")
     config = {
@@ -34,6 +35,7 @@ def make_model_folder(tmp_path_factory, tokenizer_dir):
 
 @pytest.fixture(name="triplets")
 def make_triplets(tmp_path):
+    """Return the path of 64 rows with an anchor, a positive and a negative."""
     rows = [
         {
             "anchor": f"an animal, a {animal}, that is {color} and number {i}",
@@ -49,6 +51,7 @@ def make_triplets(tmp_path):
 
 @pytest.fixture(name="pairs")
 def make_pairs(tmp_path):
+    """Return the path of 16 rows with an anchor and a positive."""
     rows = [
         {"anchor": f"{color} thing {i}", "positive": f"{i} {color}"}
         for i, color in enumerate(COLORS * 2)
@@ -56,9 +59,10 @@ def make_pairs(tmp_path):
     return str(write_jsonl(tmp_path / "pairs.jsonl", rows))
 
 
-def arguments_for(model_folder, output, *more):
+def arguments_for(model_folder, output, *extra_arguments):
+    """Return the arguments of a run of 8 steps with checkpoints every 4 steps."""
     return [
         *("--model", str(model_folder), "--output", str(output), "--max_length", "32"),
         *("--per_device_train_batch_size", "8", "--use_cpu", "true", "--logging_steps", "1"),
-        *("--save_steps", "4", "--max_steps", "8", *more),
+        *("--save_steps", "4", "--max_steps", "8", *extra_arguments),
     ]

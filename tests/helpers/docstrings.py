@@ -1,4 +1,4 @@
-"""Real text that is not the project's: docstrings of installed packages."""
+"""Real text that this project did not write: docstrings of installed packages."""
 
 import ast
 import itertools
@@ -18,7 +18,7 @@ class Docstring:
 
     Attributes:
         package: Top-level package.
-        name: Words of the function's name, "compute default colors".
+        name: Words of the function's name, such as "compute default colors".
         summary: First paragraph of its docstring, on one line.
     """
 
@@ -34,7 +34,7 @@ def read_docstrings(per_package: int, seed: int = 0) -> list[Docstring]:
     for package in PACKAGES:
         sources[package] = sorted((Path(folders["purelib"]) / package).rglob("*.py"))
 
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     sample: list[Docstring] = []
     for package, files in sources.items():
         functions = {}
@@ -42,12 +42,13 @@ def read_docstrings(per_package: int, seed: int = 0) -> list[Docstring]:
             for docstring in _functions(package, path):
                 functions.setdefault(docstring.summary, docstring)
         texts = sorted(functions.values(), key=lambda docstring: docstring.summary)
-        sample.extend(draw.sample(texts, min(per_package, len(texts))))
-    draw.shuffle(sample)
+        sample.extend(generator.sample(texts, min(per_package, len(texts))))
+    generator.shuffle(sample)
     return sample
 
 
 def _functions(package: str, path: Path) -> list[Docstring]:
+    """Return the documented functions of a file, or an empty list if it does not parse."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):

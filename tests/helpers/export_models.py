@@ -16,6 +16,7 @@ WORDS += [*string.digits, *string.punctuation]
 
 
 def write_tokenizer(folder):
+    """Write a WordPiece tokenizer with a vocabulary of a few words and all letters."""
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
@@ -26,10 +27,16 @@ def write_tokenizer(folder):
 
 
 def build(model_class=NeoBERTModel, **changes):
-    """A tiny model whose attention is far from uniform, with no bias or norm that does nothing."""
+    """Return a tiny model with random weights.
+
+    Attention is far from uniform, and every bias and norm changes the outputs, so that an export
+    that omits one of them is detected.
+    """
     torch.manual_seed(0)
+
     fields = {"vocab_size": len(WORDS), "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 300}
+
     model = model_class(NeoBERTConfig(**{**fields, **changes})).eval()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
@@ -38,4 +45,5 @@ def build(model_class=NeoBERTModel, **changes):
         elif "encoder.weight" not in name and "positional" not in name:
             noise = noise * 1.2 / parameter.shape[1] ** 0.5
         parameter.data.copy_(noise)
+
     return model

@@ -1,4 +1,4 @@
-"""Rows that single words decide, a tiny encoder, and runs of `neobert finetune`, for its tests."""
+"""Data sets that single words determine, and runs of `neobert finetune` on a tiny encoder."""
 
 import json
 import random
@@ -29,15 +29,15 @@ TOWNS = "london paris rome berlin".split()
 
 
 def sentence(generator: random.Random, *words: str) -> str:
-    """Return a sentence that contains the words."""
-    chosen = generator.choices(FILL, k=5)
+    """Return a sentence of random filler words that contains the words in random positions."""
+    sentence_words = generator.choices(FILL, k=5)
     for word in words:
-        chosen.insert(generator.randrange(len(chosen)), word)
-    return " ".join(chosen)
+        sentence_words.insert(generator.randrange(len(sentence_words)), word)
+    return " ".join(sentence_words)
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:
-    """Write a NeoBERT of two small layers, which learns these rows in a few steps."""
+    """Write a NeoBERT of two small layers, which fits these rows in a few steps."""
     torch.manual_seed(seed)
     config = NeoBERTConfig(
         hidden_size=32,
@@ -54,6 +54,7 @@ def write_model(folder: Path, seed: int = 0) -> Path:
 
 
 def classification_rows(count: int = 200) -> list[dict[str, Any]]:
+    """Return texts with two labels, which one word determines."""
     generator = random.Random(0)
     rows = []
     for number in range(count):
@@ -64,7 +65,7 @@ def classification_rows(count: int = 200) -> list[dict[str, Any]]:
 
 
 def pair_rows(count: int = 240) -> list[dict[str, Any]]:
-    """Return pairs with the labels of NLI, which a word of the hypothesis decides."""
+    """Return pairs with the labels of NLI, which one word of the hypothesis determines."""
     generator = random.Random(0)
     words = {"contradiction": "not", "entailment": "also", "neutral": "maybe"}
     rows = []
@@ -81,6 +82,7 @@ def pair_rows(count: int = 240) -> list[dict[str, Any]]:
 
 
 def multi_label_rows(count: int = 200) -> list[dict[str, Any]]:
+    """Return texts with zero to two labels, each of which one word determines."""
     generator = random.Random(0)
     rows = []
     for _ in range(count):
@@ -91,6 +93,7 @@ def multi_label_rows(count: int = 200) -> list[dict[str, Any]]:
 
 
 def regression_rows(count: int = 200) -> list[dict[str, Any]]:
+    """Return texts whose score is their number of positive words plus 0.5."""
     generator = random.Random(0)
     rows = []
     for _ in range(count):
@@ -101,7 +104,7 @@ def regression_rows(count: int = 200) -> list[dict[str, Any]]:
 
 
 def span_rows(count: int = 200) -> list[dict[str, Any]]:
-    """Return texts with the character spans of people and towns."""
+    """Return texts with the character spans of a person and a town."""
     generator = random.Random(0)
     rows = []
     for number in range(count):
@@ -117,7 +120,7 @@ def span_rows(count: int = 200) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, rows: list[dict[str, Any]], *arguments: object) -> dict[str, Any]:
-    """Fine-tune the tiny model on rows and return the result. The output is `folder/out`."""
+    """Fine-tune the tiny model and return the result. The output directory is `folder/out`."""
     data = folder / "rows.jsonl"
     if not data.exists():
         write_jsonl(data, rows)
@@ -127,7 +130,7 @@ def run(folder: Path, rows: list[dict[str, Any]], *arguments: object) -> dict[st
 
 
 def command_line(folder: Path, *arguments: object) -> list[str]:
-    """Return the command line of a run without `neobert finetune`."""
+    """Return the arguments of a run after `neobert finetune`."""
     words = [
         *(folder / "rows.jsonl", "--model", folder / "model", "--output", folder / "out"),
         *("--learning-rate", "5e-3", "--num-train-epochs", "6", "--use-cpu", "true"),

@@ -1,4 +1,4 @@
-"""A tiny world of GLUE tasks and runs of `neobert glue` in it, for its tests."""
+"""Tiny models and GLUE tasks, and runs of `neobert glue` on them."""
 
 import random
 from pathlib import Path
@@ -17,11 +17,13 @@ from neobert.finetuning import command as glue  # noqa: E402
 from neobert.finetuning import table as glue_table  # noqa: E402
 
 
-GOOD, BAD = "good great lovely bright happy".split(), "bad awful gloomy dark sad".split()
+GOOD = "good great lovely bright happy".split()
+BAD = "bad awful gloomy dark sad".split()
 FILL = "the film is a story of two friends and their house".split()
 
 
 def sentence(generator, good):
+    """Return a sentence of filler words with one positive or negative word."""
     words = generator.choices(FILL, k=6)
     words.insert(generator.randrange(6), generator.choice(GOOD if good else BAD))
     return " ".join(words)
@@ -29,9 +31,13 @@ def sentence(generator, good):
 
 @pytest.fixture(scope="module", name="world")
 def make_world(tmp_path_factory):
-    """A random NeoBERT with its tokenizer, and four tasks in nyu-mll/glue's schema that single
-    words decide."""
+    """Return a directory with random models, their tokenizer, and five small tasks.
+
+    The models are `model`, a NeoBERT, and `bert`. The tasks have the schema of nyu-mll/glue, and
+    single words determine their labels.
+    """
     root = tmp_path_factory.mktemp("glue")
+
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -40,6 +46,7 @@ def make_world(tmp_path_factory):
         "intermediate_size": 48,
         "max_position_embeddings": 64,
     }
+
     NeoBERTForMaskedLM(
         NeoBERTConfig(
             **sizes, embedding_init_range=0.2, decoder_init_range=0.1, classifier_pooling="mean"
@@ -47,9 +54,11 @@ def make_world(tmp_path_factory):
     ).save_pretrained(root / "model")
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "tokenizer")
     tokenizer.save_pretrained(root / "model")
+
     bert = BertForSequenceClassification(BertConfig(vocab_size=30522, **sizes))
     bert.save_pretrained(root / "bert")
     tokenizer.save_pretrained(root / "bert")
+
     generator = random.Random(0)
     data = root / "data"
     for split, count in (("train", 160), ("validation", 40)):
@@ -73,6 +82,7 @@ def make_world(tmp_path_factory):
             data / "stsb" / f"{split}.jsonl",
             [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs],
         )
+
     for split, count in (("train", 160), ("validation_matched", 30), ("validation_mismatched", 40)):
         rows = [
             {
@@ -86,8 +96,9 @@ def make_world(tmp_path_factory):
     return root
 
 
-def run(world, output, task="sst2", **more):
-    given = {
+def run(world, output, task="sst2", **more_options):
+    """Run `neobert glue` and return {(task, seed): (directory, result)} of its finished runs."""
+    options = {
         "task": task,
         "model": world / "model",
         "data": world / "data",
@@ -95,14 +106,17 @@ def run(world, output, task="sst2", **more):
         "seeds": "1",
         "num_train_epochs": 1,
     }
-    given |= {"batch_size": 16, "learning_rate": 3e-3, **more}
+    options |= {"batch_size": 16, "learning_rate": 3e-3, **more_options}
+
     values = {
         key: [] if value is True else str(value).split(",") if key == "seeds" else [str(value)]
-        for key, value in given.items()
+        for key, value in options.items()
     }
+
     glue.main(
-        [part for key, value in values.items() for part in (f"--{key.replace('_', '-')}", *value)]
+        [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", *value)]
     )
+
     return {
         (result["task"], result["settings"]["seed"]): (folder, result)
         for folder, result in glue_table.finished_runs(output)

@@ -1,4 +1,4 @@
-"""A Trainer of a model with three parameters, for tests of checkpoints and of runs."""
+"""A trainer of a model with three parameters, for the tests of checkpoints and runs."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ class PlainTrainer(RunTrainer, Trainer):
 
 
 class Points(Dataset):
-    """64 points of a plane with targets."""
+    """Data set of 64 points on a line in the plane, with targets."""
 
     def __len__(self) -> int:
         return 64
@@ -29,7 +29,7 @@ class Points(Dataset):
 
 
 class Line(torch.nn.Module):
-    """Linear model with dropout, so that the state of the random numbers matters."""
+    """Linear model with dropout, so that the result depends on the state of the random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Line(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        answer = self.linear(self.dropout(x))[:, 0]
-        return {"loss": ((answer - y) ** 2).mean(), "logits": answer}
+        prediction = self.linear(self.dropout(x))[:, 0]
+        return {"loss": ((prediction - y) ** 2).mean(), "logits": prediction}
 
 
 class At(TrainerCallback):
@@ -57,7 +57,7 @@ class At(TrainerCallback):
 def trainer(
     folder: Path, *callbacks: TrainerCallback, model: torch.nn.Module | None = None, **options: Any
 ) -> PlainTrainer:
-    """Return a trainer of 12 steps with a checkpoint every other step."""
+    """Return a trainer of 12 steps that saves a checkpoint every 2 steps."""
     settings = {
         "max_steps": 12,
         "save_steps": 2,
@@ -72,15 +72,18 @@ def trainer(
         "remove_unused_columns": False,
         **options,
     }
-    made = PlainTrainer(
+    plain_trainer = PlainTrainer(
         model=model or Line(),
         args=TrainingArguments(output_dir=str(folder), label_names=["y"], **settings),
         train_dataset=Points(),
         eval_dataset=Points(),
         callbacks=list(callbacks),
     )
-    made.compute_metrics = lambda output: {"score": -abs(made.state.global_step - 4)}
-    return made
+    # The score is best at step 4.
+    plain_trainer.compute_metrics = lambda output: {
+        "score": -abs(plain_trainer.state.global_step - 4)
+    }
+    return plain_trainer
 
 
 def sigterm() -> None:
@@ -88,11 +91,11 @@ def sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def weights(made: Trainer) -> dict[str, torch.Tensor]:
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of the model's weights."""
-    return {name: value.clone() for name, value in made.model.state_dict().items()}
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    """Return whether two copies of the weights are identical."""
-    return all(torch.equal(one[name], two[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Return whether two models have identical weights."""
+    return all(torch.equal(first[name], second[name]) for name in first)

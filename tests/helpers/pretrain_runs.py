@@ -1,4 +1,4 @@
-"""Runs of `neobert pretrain` on a tiny corpus, for the tests of pre-training."""
+"""Fixtures and runs of `neobert pretrain` on a tiny corpus."""
 
 import contextlib
 import json
@@ -29,7 +29,10 @@ TINY = {
 
 @pytest.fixture(scope="module", name="corpus")
 def make_corpus(tmp_path_factory):
-    """Folder with train.txt and validation.txt, in which words determine the following ones."""
+    """Return a directory with train.txt and validation.txt.
+
+    The subject of a sentence determines its other words, so that the loss falls in a few steps.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     rng = np.random.default_rng(0)
     lines = []
@@ -41,7 +44,11 @@ def make_corpus(tmp_path_factory):
     return folder
 
 
-def arguments_of(corpus, out, **more):
+def arguments_of(corpus, out, **overrides):
+    """Return the arguments of a run of 8 steps that writes to `out`.
+
+    Further values override those below, and None removes an argument.
+    """
     values = {
         "model_config": json.dumps(TINY),
         "dataset": corpus / "train.txt",
@@ -58,20 +65,22 @@ def arguments_of(corpus, out, **more):
         "disable_tqdm": "true",
         "seed": 7,
         "peak_tflops": 0.01,
-        **more,
+        **overrides,
     }
-    given = [
+
+    options = [
         (name.replace("_", "-"), str(value)) for name, value in values.items() if value is not None
     ]
-    return [piece for name, value in given for piece in (f"--{name}", value)]
+    return [word for name, value in options for word in (f"--{name}", value)]
 
 
 def run_of(arguments):
+    """Run pre-training with these arguments in this process, and return its result."""
     return pretrain.execute(pretrain.read_run(arguments))
 
 
 def log_of(out):
-    """Logged records of the steps, without what the clock decides."""
+    """Return the logged records of the steps, without the values that depend on the time."""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     timed = ("tokens_per_second", "mfu", "seconds", "cpu_seconds")
     return [
@@ -82,13 +91,17 @@ def log_of(out):
 
 
 class Killed(BaseException):
-    """Ends a run as a killed process does."""
+    """Exception that ends a run without cleanup, like a killed process."""
 
 
 @contextlib.contextmanager
 def signaled(step, number=None):
-    """Runs get this signal before the first step from `step` on; without one they are killed
-    there."""
+    """Interrupt the runs within the block before their first step from `step` on.
+
+    Args:
+        step: Number of finished steps after which the run is interrupted.
+        number: Signal that the process sends to itself. If it is None, `Killed` is raised.
+    """
     inner = PretrainingTrainer.training_step
 
     def training_step(self, *args, **kwargs):
@@ -103,14 +116,16 @@ def signaled(step, number=None):
         yield
 
 
-def same_weights(one, two):
-    """Whether the models of two runs have the same bits."""
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
+def same_weights(first_folder, second_folder):
+    """Return whether the models of two runs have the same tensors, bit for bit."""
+    first, second = (
+        load_file(folder / "model.safetensors") for folder in (first_folder, second_folder)
+    )
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def save_bpe(texts, folder, size=300):
-    """Puts a cased byte-level BPE tokenizer that was learned from texts into a folder."""
+    """Train a cased byte-level BPE tokenizer on texts, and write it to a directory."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = ByteLevelBPETokenizer()
     backend.train_from_iterator(texts, vocab_size=size, special_tokens=special)

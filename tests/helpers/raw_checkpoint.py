@@ -1,4 +1,4 @@
-"""Writes the authors' raw checkpoint layout, as `convert_checkpoint.py` reads it."""
+"""Writing of the raw checkpoint layout of the paper's authors, which the conversion reads."""
 
 import os
 from pathlib import Path
@@ -11,6 +11,7 @@ from neobert.common.files import write_text
 from neobert.configuration_neobert import NeoBERTConfig
 
 
+# Fields of the configuration that config.yaml contains.
 _FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -29,30 +30,36 @@ _FIELDS = (
 
 
 def write_raw_checkpoint(state_dict, config, folder, step, dtype=torch.float16):
-    """Writes `config.yaml`, `model_checkpoints/<step>/state_dict.pt` with DistributedDataParallel's
-    `module.`, and `model_checkpoints/latest`.
+    """Write a checkpoint in the authors' layout and return the path of its state_dict.pt.
 
-    Tied weights share their storage in the file.
+    The files are `config.yaml`, `model_checkpoints/<step>/state_dict.pt` and
+    `model_checkpoints/latest`. Tensor names have the prefix `module.` of DistributedDataParallel,
+    and tied weights share their storage.
 
     Args:
-        state_dict: of the model. config: its NeoBERTConfig.
-        folder: where to. step: the name of the checkpoint.
-        dtype: of the tensors in the file.
-    Returns:
-        path of the file.
+        state_dict: Tensors of the model.
+        config: NeoBERTConfig of the model.
+        folder: Directory for the checkpoint.
+        step: Name of the checkpoint.
+        dtype: Dtype of the tensors in the file.
     """
-    state, converted = {}, {}
+    state = {}
+    # Tied weights have the same data pointer and are converted once.
+    converted = {}
     for name, tensor in state_dict.items():
         pointer = tensor.data_ptr()
         if pointer not in converted:
             converted[pointer] = tensor.detach().to("cpu", dtype, copy=True)
         state[f"module.{name}"] = converted[pointer]
+
     path = Path(folder) / "model_checkpoints" / str(step) / "state_dict.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
     os.replace(temporary, path)
+
     write_text(path.parent.parent / "latest", f"{step}\n")
+
     fields = {name: getattr(config, name) for name in _FIELDS}
     fields["rope_parameters"] = dict(config.rope_parameters)
     write_text(Path(folder) / "config.yaml", yaml.safe_dump(fields, sort_keys=False))
@@ -60,7 +67,7 @@ def write_raw_checkpoint(state_dict, config, folder, step, dtype=torch.float16):
 
 
 def raw_from_model(model_folder, folder, step, dtype):
-    """`write_raw_checkpoint` of a saved model."""
+    """Write a saved model in the authors' layout and return the path of its state_dict.pt."""
     config = NeoBERTConfig.from_pretrained(model_folder)
     state = {}
     for file in sorted(Path(model_folder).glob("*.safetensors")):

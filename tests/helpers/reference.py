@@ -1,8 +1,7 @@
-"""NeoBERT written from the paper's formulas in float64, one text and one head at a time, and the
-tiny models that are compared with it.
+"""Reference implementation of NeoBERT, and the tiny models that are compared with it.
 
-It shares no line with the model and knows no padding, packing or mask: a text is what is left of
-its row.
+The reference follows the formulas of the paper in float64, one text and one head at a time. It
+shares no code with the model. It has no padding, packing or masks: its input is a single text.
 """
 
 import inspect
@@ -29,8 +28,11 @@ LEARNED = {"position_embedding_type": "learned", "norm_type": "layer", "hidden_a
 
 
 def make_model(model_class, seed=0, **fields):
-    """A tiny model in eval mode whose weights are so large that attention is far from uniform and
-    no bias or norm is trivial."""
+    """Return a tiny model in eval mode with random weights.
+
+    The weights are so large that attention is far from uniform and that every bias and norm changes
+    the outputs.
+    """
     implementation = fields.pop("attn_implementation", "sdpa")
     model = model_class._from_config(
         NeoBERTConfig(**{**FIELDS, **fields}), attn_implementation=implementation
@@ -47,7 +49,7 @@ def make_model(model_class, seed=0, **fields):
 
 
 def packing_arguments(lengths, longest=None):
-    """What tells of texts of these lengths in a row (1, T)."""
+    """Return the arguments that describe texts of these lengths, packed in one row."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest = longest or max(lengths)
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -55,7 +57,15 @@ def packing_arguments(lengths, longest=None):
 
 
 def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
-    """input_ids and attention_mask (B, L) of texts of these lengths, 0 at padding."""
+    """Return input_ids and attention_mask (B, L) of random texts.
+
+    Args:
+        lengths: Number of tokens of each text.
+        vocab_size: Token ids are smaller than this number. Token id 0 is used for padding only.
+        length: Length L of the rows. By default the length of the longest text.
+        side: Side of the padding, "right" or "left".
+        seed: Seed of the random token ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     length = length or max(lengths)
     ids = torch.zeros(len(lengths), length, dtype=torch.long)
@@ -68,31 +78,34 @@ def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
 
 
 def texts_of(ids, mask):
-    """What is left of each row, without its padding."""
-    return [row[real.bool()] for row, real in zip(ids, mask)]
+    """Return the non-padding tokens of each row."""
+    return [row[row_mask.bool()] for row, row_mask in zip(ids, mask)]
 
 
 def packed_batch(texts):
-    """input_ids (1, T) and the four packing arguments."""
+    """Return input_ids (1, T) and the four packing arguments of these texts."""
     return {"input_ids": torch.cat(texts)[None], **packing_arguments([*map(len, texts)])}
 
 
 def rotary_angles(positions, head_dim, theta=10000.0):
-    """(L, K / 2) angles in float64: position * theta^(-2i / K)."""
+    """Return the angles position * theta^(-2i / K) in float64, (L, K / 2)."""
     pairs = torch.arange(head_dim // 2, dtype=torch.float64)
     return positions.double()[:, None] * theta ** (-2 * pairs / head_dim)
 
 
 def rotate(x, angles):
-    """Rotates the pairs (x[2i], x[2i + 1]) of (L, K) by angles (L, K / 2), written as a 2 x 2
-    matrix a pair."""
-    turned = torch.empty_like(x)
-    turned[:, 0::2] = x[:, 0::2] * angles.cos() - x[:, 1::2] * angles.sin()
-    turned[:, 1::2] = x[:, 0::2] * angles.sin() + x[:, 1::2] * angles.cos()
-    return turned
+    """Rotate the pairs (x[2i], x[2i + 1]) of (L, K) by angles (L, K / 2).
+
+    Each pair is multiplied by a 2 x 2 rotation matrix.
+    """
+    rotated = torch.empty_like(x)
+    rotated[:, 0::2] = x[:, 0::2] * angles.cos() - x[:, 1::2] * angles.sin()
+    rotated[:, 1::2] = x[:, 0::2] * angles.sin() + x[:, 1::2] * angles.cos()
+    return rotated
 
 
 def _norm(x, weights, name, config):
+    """Compute the LayerNorm or RMSNorm with the given name."""
     weight = weights[f"{name}.weight"]
     if config.norm_type == "layer":
         x = x - x.mean(-1, keepdim=True)
@@ -101,49 +114,57 @@ def _norm(x, weights, name, config):
 
 
 def _feed_forward(x, weights, name, config):
+    """Compute the GELU or SwiGLU feed-forward layer with the given name."""
     if config.hidden_act == "gelu":
         x = x @ weights[f"{name}.0.weight"].T
         return (0.5 * x * (1 + torch.erf(x / math.sqrt(2)))) @ weights[f"{name}.2.weight"].T
     inner = weights[f"{name}.w3.weight"].shape[1]
-    both = x @ weights[f"{name}.w12.weight"].T
-    gate, value = both[:, :inner], both[:, inner:]
+    gate_and_value = x @ weights[f"{name}.w12.weight"].T
+    gate, value = gate_and_value[:, :inner], gate_and_value[:, inner:]
     return (gate / (1 + torch.exp(-gate)) * value) @ weights[f"{name}.w3.weight"].T
 
 
 def reference_states(model, tokens, positions=None, angles=None):
-    """Every hidden state of one text.
+    """Compute all hidden states and attention weights of one text.
 
     Args:
-        model: any NeoBERT class; only its weights and configuration are read.
-        tokens: (L,) ids.
-        positions: (L,), by default 0 ... L - 1.
-        angles: (L, K / 2) in place of the plain rotary angles.
+        model: Model of any NeoBERT class. Only its weights and configuration are used.
+        tokens: Token ids, (L,).
+        positions: Positions, (L,). By default 0 to L - 1.
+        angles: Rotary angles, (L, K / 2), instead of the unscaled ones.
+
     Returns:
-        list of num_hidden_layers + 1 tensors (L, D) in float64, the last one normed; list of
-        weights (H, L, L) per block.
+        A list of num_hidden_layers + 1 hidden states (L, D) in float64, the last of which is
+        normalized, and a list of the attention weights (H, L, L) of each block.
     """
     config = model.config
     weights = {
         name.removeprefix("model."): value.detach().double()
         for name, value in model.state_dict().items()
     }
+
     heads = config.num_attention_heads
     size = config.hidden_size // heads
     positions = torch.arange(len(tokens)) if positions is None else positions
+
     x = weights["encoder.weight"][tokens]
     if config.position_embedding_type == "learned":
         x = x + weights["positional_embedding.weight"][positions + 1]
     elif angles is None:
         angles = rotary_angles(positions, size, config.rope_theta)
-    states, attentions = [x], []
+
+    states = [x]
+    attentions = []
     for i in range(config.num_hidden_layers):
         layer = f"transformer_encoder.{i}"
         qkv = (
             _norm(x, weights, f"{layer}.attention_norm", config) @ weights[f"{layer}.qkv.weight"].T
         )
-        outputs, maps = [], []
+
+        outputs = []
+        maps = []
         for h in range(heads):
-            # Rows of qkv.weight: head 0's query, key, value, then head 1's, ...
+            # The rows of qkv.weight are query, key and value of head 0, then of head 1, and so on.
             q, k, v = (qkv[:, (3 * h + j) * size : (3 * h + j + 1) * size] for j in range(3))
             if config.position_embedding_type == "rope":
                 q, k = rotate(q, angles), rotate(k, angles)
@@ -151,48 +172,60 @@ def reference_states(model, tokens, positions=None, angles=None):
             scores = torch.exp(scores - scores.max(-1, keepdim=True).values)
             maps.append(scores / scores.sum(-1, keepdim=True))
             outputs.append(maps[-1] @ v)
+
         attentions.append(torch.stack(maps))
         x = x + torch.cat(outputs, -1) @ weights[f"{layer}.wo.weight"].T
         x = x + _feed_forward(
             _norm(x, weights, f"{layer}.ffn_norm", config), weights, f"{layer}.ffn", config
         )
         states.append(x)
+
     states[-1] = _norm(x, weights, "layer_norm", config)
     return states, attentions
 
 
 def last_states(model, *texts):
-    """(T, D): the last hidden states of texts, each computed alone, one behind the other."""
+    """Return the last hidden states of texts, concatenated, (T, D).
+
+    Each text is computed on its own.
+    """
     return torch.cat([reference_states(model, text)[0][-1] for text in texts])
 
 
 def count_rows(*modules):
-    """Makes modules note the tokens that each of their calls sees, in the list that is returned.
+    """Patch modules to record the number of tokens in each call. Return the list of numbers.
 
-    As the machinery of torch does: a model whose inner modules have other hooks or forwards runs on
-    dense batches.
+    The patched forward pretends to belong to torch. The model would not pack a batch if one of its
+    modules had any other hook or forward.
     """
-    seen = []
+    counts = []
     for module in modules:
 
         def forward(*args, inner=module.forward, **kwargs):
             output = inner(*args, **kwargs)
-            seen.append(output[..., 0].numel())
+            counts.append(output[..., 0].numel())
             return output
 
         forward.__module__ = "torch.probe"
         module.forward = forward
-    return seen
+    return counts
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations made and that are still alive: their peak,
-    whatever the allocator keeps."""
+    """Dispatch mode that counts the bytes of live tensors.
 
-    def __init__(self, *made_before):
+    Only tensors that operations create within the block are counted. Memory that the allocator
+    keeps is not.
+
+    Attributes:
+        live: Bytes of the tensors that are alive.
+        peak: Maximum of `live`.
+    """
+
+    def __init__(self, *existing_tensors):
         super().__init__()
         self.live = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in made_before}
+        self.known = {tensor.untyped_storage()._cdata for tensor in existing_tensors}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -212,7 +245,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def assert_same(actual, expected, tolerance=1e-5, what="output"):
-    """The largest difference is at most `tolerance` times the largest expected value."""
+    """Assert that no difference exceeds `tolerance` times the largest expected value."""
     expected = expected.detach().double()
     difference = (actual.detach().double() - expected).abs().max().item()
     bound = tolerance * expected.abs().max().item()
@@ -220,7 +253,11 @@ def assert_same(actual, expected, tolerance=1e-5, what="output"):
 
 
 class FlashReference:
-    """flash-attn's two functions in plain torch; keeps the arguments of every call."""
+    """The two functions of flash-attn in plain torch.
+
+    Attributes:
+        calls: Arguments of every call.
+    """
 
     BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "deterministic")
@@ -230,10 +267,12 @@ class FlashReference:
 
     @staticmethod
     def attend(q, k, v, scale):
+        """Compute the attention of one text, (L, H, K) each."""
         weights = (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
     def varlen(self, q, k, v, *bounds, softmax_scale=None, causal=False, dropout_p=0.0, **others):
+        """Replace `flash_attn_varlen_func`: q, k and v are packed, (T, H, K) each."""
         options = {"softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p}
         call = {**dict(zip(self.BOUNDS, bounds)), **others, **options}
         self.calls.append({"q": q, "k": k, "v": v, **call})
@@ -242,12 +281,16 @@ class FlashReference:
         return torch.cat([self.attend(*part, softmax_scale) for part in parts])
 
     def dense(self, q, k, v, softmax_scale=None, causal=False, dropout_p=0.0, **others):
+        """Replace `flash_attn_func`: q, k and v have no padding, (B, L, H, K) each."""
         options = {"softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p}
         self.calls.append({"q": q, "k": k, "v": v, **options})
         return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
 
     def function(self, name, arguments):
-        """One of the two, with a signature such as transformers reads."""
+        """Return a method as a function with named arguments.
+
+        transformers inspects the signature to find the arguments that flash-attn supports.
+        """
 
         def function(*args, **kwargs):
             return getattr(self, name)(*args, **kwargs)
@@ -259,17 +302,21 @@ class FlashReference:
 
 
 def install_flash(monkeypatch):
-    """Puts a `FlashReference` in the place of the flash-attn package, behind transformers' own
-    flash_attention_2; returns it."""
+    """Replace the flash-attn package with a `FlashReference`, and return the reference.
+
+    The code of transformers for flash_attention_2 runs unchanged and calls the reference.
+    """
     reference = FlashReference()
     dense = reference.function("dense", reference.OPTIONS)
     varlen = reference.function("varlen", reference.BOUNDS + reference.OPTIONS)
     pads = flash_utils._pad_input, flash_utils._unpad_input
     process = flash_utils._lazy_define_process_function(varlen)
-    # transformers 5 added a kernel for caches, then its arguments.
+    # transformers 5 added a kernel for key-value caches, and later a function for its arguments.
     cache = (None,) if hasattr(flash_utils, "_flash_with_kvcache_fn") else ()
     if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn"):
         process = (process, dict)
-    loaded = ((dense, varlen, *cache, *pads), process)
-    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
+    functions = ((dense, varlen, *cache, *pads), process)
+    monkeypatch.setattr(
+        flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: functions
+    )
     return reference

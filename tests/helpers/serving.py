@@ -1,4 +1,4 @@
-"""Models, texts and processes for the tests of `neobert serve`."""
+"""Models, texts, clients and server processes for the tests of `neobert serve`."""
 
 import base64
 import contextlib
@@ -36,7 +36,7 @@ def texts_of_all_lengths(count: int, seed: int = 0) -> list[str]:
 
 
 def save_classifier(folder: Path, num_labels: int, **fields: Any) -> str:
-    """Write a small classifier with random weights and its tokenizer, and return its path."""
+    """Write a small classifier with random weights and its tokenizer. Return the path."""
     torch.manual_seed(0)
     config = NeoBERTConfig(
         hidden_size=64,
@@ -58,7 +58,7 @@ def save_classifier(folder: Path, num_labels: int, **fields: Any) -> str:
 
 @contextlib.contextmanager
 def serving(*words: str, model: Path = ENCODER) -> Iterator[TestClient]:
-    """Yield a client of an application with these options."""
+    """Yield a test client of an application that runs with these options."""
     options = OPTIONS["serve"].read(["--model", str(model), "--device", "cpu", *words])
     with TestClient(create_app(options)) as client:
         yield client
@@ -80,7 +80,7 @@ def decode(embedding: list[float] | str) -> np.ndarray:
 
 @contextlib.contextmanager
 def server_process(*words: str, env: dict[str, str] | None = None) -> Iterator[tuple[Any, str]]:
-    """Yield the process of a server on a free port, and its address."""
+    """Start a server on a free port, and yield its process and its address."""
     command = [sys.executable, "-m", "neobert", "serve", "--model", str(ENCODER), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--threads", "1", *words],
@@ -92,7 +92,7 @@ def server_process(*words: str, env: dict[str, str] | None = None) -> Iterator[t
         line = ""
         while not line.startswith("Serving model"):
             line = process.stderr.readline()
-            assert line, f"the server ended with {process.wait()}"
+            assert line, f"The server exited with code {process.wait()} before it was ready."
         yield process, line.split()[-1]
     finally:
         process.terminate()

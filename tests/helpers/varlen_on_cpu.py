@@ -1,10 +1,10 @@
 """CPU kernels for the operators that `torch.nn.attention.varlen` calls.
 
 torch implements `aten::_flash_attention_forward` and `_flash_attention_backward` for GPUs only.
-With these two, torch's wrapper with its argument order and its autograd formula runs on a CPU. They
-compute each sequence from the formulas in float32.
+With these kernels, torch's Python wrapper, including its argument order and its autograd formula,
+runs on a CPU. The kernels compute each sequence in float32 from the formulas.
 
-Shape legend: T packed tokens, N packed sequences, H heads, K head_dim.
+Shape legend: T packed tokens, N packed sequences, H heads, L sequence length, K head_dim.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def _scores(q, k, scale):
 
 
 def _check(query, bounds_q, bounds_k, max_q, max_k, dropout, is_causal):
-    """Assert what the GPU kernel requires of its arguments, and what an encoder passes."""
+    """Assert that the arguments are valid for the GPU kernel, and are those of an encoder."""
     assert bounds_q.dtype == bounds_k.dtype == torch.int32 and torch.equal(bounds_q, bounds_k)
     assert bounds_q[0] == 0 and bounds_q[-1] == len(query)
     assert type(max_q) is type(max_k) is int and max_q == max_k == bounds_q.diff().max()
@@ -33,7 +33,7 @@ def _check(query, bounds_q, bounds_k, max_q, max_k, dropout, is_causal):
 
 
 def forward_kernel(calls):
-    """Return the forward kernel, which appends its keyword arguments to `calls`."""
+    """Return a forward kernel that appends its dtype and options to `calls`."""
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, **options):
         _check(q, cu_q, cu_k, max_q, max_k, dropout, causal)
@@ -77,7 +77,7 @@ def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal,
 
 @contextlib.contextmanager
 def varlen_on_cpu():
-    """Register both kernels for the CPU, and yield the list of options of the forward calls."""
+    """Register both kernels for the CPU, and yield the list of the forward calls' options."""
     calls = []
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward_kernel(calls), "CPU")

@@ -7,7 +7,10 @@ import neobert
 
 
 def mean_vectors(folder, texts):
-    """Mean of the last hidden states of each text, of length 1, one text at a time, (N, D)."""
+    """Return the normalized mean of the last hidden states of each text, (N, D).
+
+    Every text is computed alone, so that neither padding nor packing affects the result.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = neobert.NeoBERTModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():

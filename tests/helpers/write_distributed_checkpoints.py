@@ -1,8 +1,8 @@
-"""Run by test_checkpoint_readers.py under torchrun with two CPU processes: writes ZeRO 1 to 3 and
-FSDP checkpoints after one step.
+"""Write checkpoints of ZeRO 1 to 3, after one training step, and of FSDP.
 
-Arguments: the folder, then `deepspeed` and / or `fsdp`. Beside each checkpoint lies
-`<name>.safetensors`, the reference, from the engine's own means.
+conversion_helpers.py runs this script under torchrun with two CPU processes. The arguments
+are the output directory, then `deepspeed`, `fsdp` or both. The expected tensors are
+written to `zero1.safetensors`, `zero2.safetensors`, `zero3.safetensors` and `fsdp.safetensors`.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tiny_model():
-    """Odd vocabulary, so that every kind of padding occurs; one frozen weight; a buffer as old
-    model code had."""
+    """Return a tiny model whose vocabulary size is odd, so that every type of padding occurs.
+
+    Norms and biases are random.
+    """
     from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
     torch.manual_seed(0)
@@ -41,30 +43,35 @@ def tiny_model():
 
 
 def batch():
+    """Return random token ids that differ between the processes."""
     torch.manual_seed(1 + int(os.environ["RANK"]))
     return torch.randint(0, 203, (2, 8))
 
 
 def write_deepspeed(folder):
+    """Train one step with each ZeRO stage, and save the checkpoint and its reference."""
     import deepspeed
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    # Two processes of one machine do without the operation that DeepSpeed would compile for them,
-    # which takes minutes.
+    # DeepSpeed would spend minutes on compiling an operation that two processes do not need.
     deepspeed.ops.__compatible_ops__.clear()
+
     for name, stage, bf16, extra in (
         ("zero1", 1, True, {}),
         ("zero2", 2, False, {"round_robin_gradients": True}),
         ("zero3", 3, True, {}),
     ):
         model = tiny_model()
+        # One weight is frozen, and one buffer is that of older model code.
         model.model.transformer_encoder[0].wo.weight.requires_grad_(False)
         model.model.register_buffer("freqs_cis", torch.arange(3.0))
-        trained = [p for p in model.parameters() if p.requires_grad]
+
+        trainable = [p for p in model.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.dim() == 1], "weight_decay": 0.0},
         ]
+
         settings = {
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": bf16},
@@ -74,11 +81,13 @@ def write_deepspeed(folder):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=settings
         )
+
         ids = batch()
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
         engine.save_checkpoint(str(folder / name), tag="10")
+
         if dist.get_rank() == 0:
             if bf16:
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -94,6 +103,7 @@ def write_deepspeed(folder):
 
 
 def write_fsdp(folder):
+    """Shard a model with FSDP, and save its checkpoints and their reference."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -101,34 +111,40 @@ def write_fsdp(folder):
 
     model = tiny_model()
     reference = {name: value.clone() for name, value in model.state_dict().items()}
+
     mesh = init_device_mesh("cpu", (2,))
     for block in model.model.transformer_encoder:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
     optimizer = torch.optim.AdamW(model.parameters())
     weights, state = get_state_dict(model, optimizer)
-    # accelerate's layout: the weights below "model", in pytorch_model_fsdp_0; and one with
-    # everything in it.
+
+    # One checkpoint has the layout of accelerate, with the weights below "model" in
+    # pytorch_model_fsdp_0. The other one also contains the state of the optimizer.
     dcp.save(
         {"model": weights},
         checkpoint_id=str(folder / "fsdp" / "checkpoint_3" / "pytorch_model_fsdp_0"),
     )
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(folder / "fsdp_all"))
+
     if dist.get_rank() == 0:
         save_file(reference, folder / "fsdp.safetensors")
     dist.barrier()
 
 
 if __name__ == "__main__":
-    target, engines = Path(sys.argv[1]), sys.argv[2:]
+    target = Path(sys.argv[1])
+    engines = sys.argv[2:]
     dist.init_process_group("gloo")
     if "deepspeed" in engines:
         write_deepspeed(target)
     if "fsdp" in engines:
         write_fsdp(target)
     dist.destroy_process_group()
-    # The sharded model keeps threads of gloo alive, which abort the exit of the interpreter now and
-    # then. The files are complete, so that the exit is skipped.
+
+    # The sharded model keeps threads of gloo alive, which sometimes abort the process when the
+    # interpreter exits. The files are complete, so the interpreter's exit is skipped.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

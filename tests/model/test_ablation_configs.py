@@ -1,6 +1,6 @@
 """Test the recipes of the ablations against Table 2 of the paper.
 
-Each changes its setting and nothing else.
+Each ablation changes the settings of the paper and nothing else.
 """
 
 import pytest
@@ -24,7 +24,8 @@ COSINE = {
     "decay_type": "cosine",
     "min_lr_ratio": 0.1,
 }
-# rung: (the rung that it changes, the keys that PAPER's Table 2 and section 4 let it change)
+# Ablation: (its base, {key: (value of the base, value of the ablation)}), from Table 2 and
+# section 4 of the paper. No other key may change.
 CHANGES = {
     "m1": (
         "m0",
@@ -45,7 +46,7 @@ CHANGES = {
         },
     ),
     "m3": ("m2", {"tokenizer": (None, "meta-llama/Llama-2-7b-hf"), "vocab_size": (None, 32064)}),
-    # Adam is AdamW without decay.
+    # Adam is AdamW without weight decay.
     "m4": (
         "m2",
         {
@@ -85,7 +86,7 @@ CHANGES = {
             "dropout": (0.1, 0.0),
         },
     ),
-    # Ours, each one line.
+    # These ablations are not in the paper. Each changes one setting.
     "m9_mask_schedule": ("m9", {"mask_schedule": (None, [0.3, 0.15])}),
     "m9_wsd": (
         "m9",
@@ -100,6 +101,7 @@ CHANGES = {
 
 
 def _flat(name):
+    """Return all settings of a recipe except for its output, as one dictionary."""
     recipe = read_yaml(RECIPES / "ablations" / f"{name}.yaml")
     recipe.pop("output")
     sections = [recipe.pop(name) for name in ("model_config", "trainer")]
@@ -108,6 +110,7 @@ def _flat(name):
 
 @pytest.mark.parametrize("rung", CHANGES)
 def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
+    """Each ablation differs from its base in the settings of the paper only."""
     base, allowed = CHANGES[rung]
     before, after = _flat(base), _flat(rung)
     changed = {
@@ -115,11 +118,16 @@ def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
         for key in before.keys() | after.keys()
         if before.get(key) != after.get(key)
     }
-    assert changed == allowed, f"{rung} against {base}"
+    assert changed == allowed, (
+        f"The recipe {rung} differs from {base} in other settings than in the paper."
+    )
 
 
 def test_every_rung_of_table_2_has_a_recipe():
-    """But for the last, M10, a search of hyper-parameters."""
+    """Every ablation of Table 2 has a recipe, except for M10.
+
+    M10, the last one, is a search for hyperparameters.
+    """
     published = {f"m{number}" for number in range(10)}
     recipes = {path.stem for path in (RECIPES / "ablations").glob("*.yaml")}
     assert published == {name for name in recipes if "_" not in name}
@@ -127,6 +135,7 @@ def test_every_rung_of_table_2_has_a_recipe():
 
 
 def test_m0_is_the_papers_bert():
+    """The recipe m0 has the settings of the paper's BERT baseline."""
     m0 = _flat("m0")
     expected = {
         "hidden_size": 768,
@@ -150,7 +159,8 @@ def test_m0_is_the_papers_bert():
         "warmup_steps": 2000,
     }
     assert {key: m0[key] for key in expected} == expected
-    # A step has 131,072 tokens, as the paper counts them.
+
+    # The paper states batch sizes in tokens: 131,072 for M0 and 2,097,152 for M9.
     assert m0["global_batch_size"] * m0["max_length"] == 131_072
     m9 = _flat("m9")
     assert m9["global_batch_size"] * m9["max_length"] == 2_097_152
@@ -161,8 +171,9 @@ def test_m0_is_the_papers_bert():
     [(1, 1_000_000, 1024, {}), (2, 50_000, 4096, {"mixture": {0: 0.2, 1024: 0.4, 2048: 0.4}})],
 )
 def test_the_stages_have_the_papers_values(stage, steps, length, keys):
+    """The recipes of both training stages have the values of the paper."""
     path = RECIPES / f"neobert_stage{stage}.yaml"
-    # bf16 is refused where the device has none; it is checked from the file.
+    # A device without bf16 rejects the option, so its value is read from the file below.
     run = pretrain.read_run([str(path), "--bf16", "false", "--report-to", "none"])
     expected = {
         "max_steps": steps,
@@ -178,18 +189,21 @@ def test_the_stages_have_the_papers_values(stage, steps, length, keys):
     }
     assert {key: getattr(run.training, key) for key in expected} == expected
     assert read_yaml(path)["trainer"]["bf16"] is True
+
     options = run.options
     batch = options.batch
     assert (batch.max_length, batch.long_texts, batch.layout) == (length, "truncate", "packed")
     masking = options.masking
     assert (masking.mlm_probability, masking.mask_replace_prob) == (0.2, 1.0)
     assert (options.data.dataset, options.data.column) == ("tiiuae/falcon-refinedweb", "content")
-    # 32 rows of 1,024 or 8 of 4,096, 8 times on 8 devices
+
+    # On 8 devices, 8 micro-batches per device of 32 rows with 1,024 tokens, or 8 rows with 4,096.
     assert (
         batch.global_batch_size * length == 2_097_152 and batch.gradient_accumulation_steps(8) == 8
     )
     assert all(getattr(batch, key) == value for key, value in keys.items())
     assert options.model.init_from == (None if stage == 1 else "runs/neobert_stage1")
+
     if stage == 1:
         config = NeoBERTConfig(**options.model.model_config)
         assert (config.hidden_size, config.num_hidden_layers) == (768, 28)
@@ -207,16 +221,26 @@ PRETRAINING = [
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
 def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
+    """All pre-training recipes are valid, and their learning rate ends at the value of the paper.
+
+    Linear decay and the WSD recipes end at 0, all other recipes at 10% of the maximum.
+    """
     options = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
     run = pretrain.read_run([str(path), *options])
     accumulation = run.options.batch.gradient_accumulation_steps(
         8 if "example" not in path.stem else 1
     )
-    # Only the domain recipe leaves the size of a step to the number of devices.
+    # Only the domain recipe does not set the global batch size, which then depends on the number of
+    # devices.
     assert accumulation is None if path.stem == "adapt_domain" else accumulation >= 1
-    optimizer, training = torch.optim.SGD([torch.zeros(1)], 1.0), run.training
-    kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
-    scheduler = make_schedule(kind, optimizer, training.warmup_steps, training.max_steps, kwargs)
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    training = run.training
+    scheduler_type = training.lr_scheduler_type
+    kwargs = training.lr_scheduler_kwargs
+    scheduler = make_schedule(
+        scheduler_type, optimizer, training.warmup_steps, training.max_steps, kwargs
+    )
     last = scheduler.lr_lambdas[0](training.max_steps - 1)
-    ends_at_zero = kind == "linear" or "wsd" in path.stem
+    ends_at_zero = scheduler_type == "linear" or "wsd" in path.stem
     assert last == pytest.approx(0.0 if ends_at_zero else 0.1, abs=1e-4)

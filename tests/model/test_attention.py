@@ -1,7 +1,8 @@
 """Test attention.
 
-The eager, sdpa, flex, flash and user-defined functions agree, padded, packed and for single texts,
-forward and backward. Packed texts are isolated, and sdpa allocates no tensor of shape (B, H, L, L).
+The eager, sdpa, flex, flash and user-defined functions give the same outputs and gradients for
+padded batches, packed batches and single texts. Texts in a packed batch do not affect each other,
+and sdpa allocates no tensor of shape (B, H, L, L).
 """
 
 import pytest
@@ -29,22 +30,23 @@ LENGTHS = [12, 3, 12, 1, 7]
 
 @pytest.fixture
 def batch():
-    """input_ids, attention_mask and the texts in them."""
+    """Return input_ids, attention_mask and the list of unpadded texts."""
     ids, mask = random_batch(LENGTHS)
     return ids, mask, texts_of(ids, mask)
 
 
 # ------------------------------------------------------------------------------------------------
-# implementations
+# Implementations
 
 
 @pytest.fixture
 def flash(monkeypatch):
+    """Replace the flash-attn package with a reference implementation."""
     return install_flash(monkeypatch)
 
 
 def my_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """What a user registers: plain attention with the boolean mask it is given."""
+    """Compute attention with a boolean mask, as a function that a user registers."""
     scores = query @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
@@ -62,8 +64,10 @@ with_gradients = pytest.mark.parametrize(
 
 
 def build(model_class, implementation, **fields):
+    """Return a tiny model with this attention implementation."""
     model = make_model(model_class, **fields)
-    if implementation == "flash_attention_2":  # the flash-attn package is not asked for
+    if implementation == "flash_attention_2":
+        # `set_attn_implementation` would require the flash-attn package.
         model.config._attn_implementation = implementation
     else:
         model.set_attn_implementation(implementation)
@@ -71,13 +75,14 @@ def build(model_class, implementation, **fields):
 
 
 # ------------------------------------------------------------------------------------------------
-# forwards
+# Outputs
 
 
 @pytest.mark.parametrize("fields", ({}, LEARNED), ids=("neobert", "learned"))
 @every_implementation
 @torch.no_grad()
 def test_padded_packed_and_alone_agree(implementation, fields, flash, batch):
+    """Every layout of a batch gives the outputs of the float64 reference."""
     ids, mask, texts = batch
     model = build(NeoBERTModel, implementation, **fields)
     dense = build(NeoBERTModel, implementation, unpad_inputs=False, **fields)
@@ -95,8 +100,11 @@ def test_padded_packed_and_alone_agree(implementation, fields, flash, batch):
 @every_implementation
 @torch.no_grad()
 def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, warnings):
-    """With and without its flash arguments: without them the positions alone tell the texts
-    apart, and a warning says that this ends."""
+    """Batches of `DataCollatorWithFlattening` are packed, with and without its flash arguments.
+
+    Without the flash arguments, only the positions mark the boundaries between texts. A warning
+    states that this is deprecated.
+    """
     *_, texts = batch
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_kwargs)
     flat = collator([{"input_ids": text.tolist()} for text in texts])
@@ -108,11 +116,12 @@ def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, war
 
 
 # ------------------------------------------------------------------------------------------------
-# gradients
+# Gradients
 
 
 @with_gradients
 def test_gradients_agree(implementation, flash, batch):
+    """Every layout of a batch gives the gradients of single texts."""
     ids, mask, texts = batch
     labels = torch.where(mask == 1, (ids * 7) % 200, -100)
     count = int((labels != -100).sum())
@@ -129,6 +138,7 @@ def test_gradients_agree(implementation, flash, batch):
     expected = gradients(build(NeoBERTForMaskedLM, "eager"), *alone)
     packed = {**packed_batch(texts), "labels": labels[mask.bool()][None]}
     padded = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
     for layout, actual in {
         "alone": gradients(model, *alone),
         "packed by the caller": gradients(model, packed),
@@ -140,11 +150,16 @@ def test_gradients_agree(implementation, flash, batch):
 
 
 # ------------------------------------------------------------------------------------------------
-# what a function receives
+# Arguments of attention functions
 
 
 @torch.no_grad()
 def test_a_registered_function_gets_everything_untouched():
+    """Check the arguments of a registered attention function.
+
+    It receives queries, keys, values, a boolean mask, the scaling, the dropout, and the arguments
+    of the caller, which the model passes on without changing or copying them.
+    """
     calls = []
 
     def spy(module, query, key, value, attention_mask, **kwargs):
@@ -153,9 +168,11 @@ def test_a_registered_function_gets_everything_untouched():
 
     AttentionInterface.register("spy", spy)
     model = build(NeoBERTModel, "spy", attention_dropout=0.5)
+
     ids, mask = random_batch([9, 5])
     token = object()
     model(ids, attention_mask=mask, attention_instances=token)
+
     assert len(calls) == 3
     for layer, (module, query, key, value, allowed, kwargs) in enumerate(calls):
         assert not module.is_causal and module.layer_idx == layer
@@ -163,59 +180,70 @@ def test_a_registered_function_gets_everything_untouched():
         assert query.shape == key.shape == value.shape == (2, 4, 9, 16)
         assert kwargs["attention_instances"] is token
         assert kwargs["scaling"] == 0.25 and kwargs["dropout"] == 0.0
-        # With position_ids flash attention would look for packing in every layer.
+        # With position_ids, flash attention would search them for packed texts in every layer.
         assert "position_ids" not in kwargs
         assert allowed.dtype == torch.bool and allowed.shape == (2, 1, 1, 9)
         assert torch.equal(allowed[:, 0, 0], mask.bool())
+
     calls.clear()
     model.train()(ids, attention_mask=mask)
     assert calls[0][-1]["dropout"] == 0.5
+
     calls.clear()
     packed = packed_batch([ids[0, :5], ids[0, :3]])
     model.eval()(**packed)
     *_, allowed, kwargs = calls[0]
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-        assert kwargs[name] is packed[name], f"{name} was not handed down as it is."
+        assert kwargs[name] is packed[name], f"The model did not pass {name} on unchanged."
     expected = torch.block_diag(torch.ones(5, 5), torch.ones(3, 3)).bool()
     assert torch.equal(allowed.expand(1, 1, 8, 8)[0, 0], expected)
 
 
 @torch.no_grad()
 def test_a_function_with_additive_masks():
-    """A name registered with the eager mask function gets 0 and the lowest number in place of
-    booleans, in the model's dtype."""
-    seen = []
+    """A function registered with the mask function of eager receives an additive mask.
+
+    The mask has the dtype of the model. It is 0 where attention is allowed, and the lowest finite
+    value elsewhere.
+    """
+    mask_dtypes = []
 
     def additive(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        seen.append(attention_mask.dtype)
+        mask_dtypes.append(attention_mask.dtype)
         scores = query @ key.transpose(-1, -2) * scaling + attention_mask
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 
     AttentionInterface.register("my_additive", additive)
     ALL_MASK_ATTENTION_FUNCTIONS.register("my_additive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
     ids, mask = random_batch([9, 5])
     model = build(NeoBERTModel, "my_additive")
+
     hidden = model(ids, attention_mask=mask)[0]
     assert_same(hidden[mask.bool()], last_states(model, *texts_of(ids, mask)))
     assert torch.isfinite(model.to(torch.bfloat16)(ids, attention_mask=mask)[0]).all()
-    assert seen == [torch.float32] * 3 + [torch.bfloat16] * 3
+    assert mask_dtypes == [torch.float32] * 3 + [torch.bfloat16] * 3
 
 
 @torch.no_grad()
 def test_no_token_is_without_a_token_to_see():
-    """A softmax over nothing is not a number in many kernels: a row of padding alone sees all of
-    itself."""
-    seen = []
+    """Every token may attend to at least one token, also in a row that contains only padding.
+
+    Many kernels return NaN for a softmax over no values, so such a row attends to all its tokens.
+    """
+    masks = []
 
     def boolean(module, query, key, value, attention_mask, **kwargs):
-        seen.append(attention_mask)
+        masks.append(attention_mask)
         return query.transpose(1, 2), None
 
     AttentionInterface.register("my_boolean", boolean)
+
     ids, mask = random_batch([9, 5, 9])
     mask[2] = 0
     build(NeoBERTModel, "my_boolean")(ids, attention_mask=mask)
-    allowed = seen[0].expand(3, 1, 9, 9)
+
+    allowed = masks[0].expand(3, 1, 9, 9)
     assert allowed.any(dim=-1).all() and torch.equal(allowed[1, 0, 0], mask[1].bool())
 
 
@@ -223,37 +251,48 @@ def test_no_token_is_without_a_token_to_see():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @torch.no_grad()
 def test_flash_contract(flash, dtype, unpad_inputs, batch):
-    """What the kernel takes: int32 offsets, a scale, and numbers as longest lengths, since a tensor
-    costs a device synchronization a layer."""
+    """Check the arguments of the flash-attn kernels.
+
+    They take int32 offsets and a scale. The maximum lengths are integers, because a tensor would
+    require a synchronization with the device in every layer.
+    """
     fields = {"unpad_inputs": unpad_inputs, "attention_dropout": 0.25}
     model = build(NeoBERTModel, "flash_attention_2", **fields).to(dtype)
     ids, mask, texts = batch
     model(ids, attention_mask=mask)
+
     assert len(flash.calls) == 3
     for call in flash.calls:
         for offsets in (call["cu_seqlens_q"], call["cu_seqlens_k"]):
             assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets[0] == 0
             assert offsets.diff().tolist() == (sorted(LENGTHS) if unpad_inputs else LENGTHS)
         assert call["max_seqlen_q"] == call["max_seqlen_k"] == 12
-        # Of a 2-D mask, some versions of transformers make a tensor.
+        # Some versions of transformers compute a tensor from a 2-D mask.
         assert isinstance(call["max_seqlen_q"], int) or not unpad_inputs
         for x in (call[name] for name in "qkv"):
             assert x.shape == (sum(LENGTHS), 4, 16) and x.dtype == dtype and x.stride(-1) == 1
         assert not call["causal"] and (call["softmax_scale"], call["dropout_p"]) == (0.25, 0.0)
+
     flash.calls.clear()
     model.train()(**packed_batch(texts))
     assert flash.calls[0]["dropout_p"] == 0.25
     assert flash.calls[0]["cu_seqlens_q"].dtype == torch.int32
+
     flash.calls.clear()
     model.eval()(ids[:1])
-    assert flash.calls[0]["q"].shape == (1, 12, 4, 16), "Without padding the dense kernel runs."
+    assert flash.calls[0]["q"].shape == (1, 12, 4, 16), (
+        "The dense kernel must run for a batch without padding."
+    )
     assert flash.calls[0]["causal"] is False and flash.calls[0]["softmax_scale"] == 0.25
 
 
 @torch.no_grad()
 def test_a_hub_kernel_is_packed_like_flash(flash, batch):
-    """The library registers a kernel from the Hub under its repository's name, with flash
-    attention's mask function."""
+    """A kernel from the Hub receives packed batches.
+
+    transformers registers such a kernel under the name of its repository, with the mask function of
+    flash attention.
+    """
     calls = []
 
     def kernel(module, query, key, value, attention_mask, **kwargs):
@@ -267,14 +306,16 @@ def test_a_hub_kernel_is_packed_like_flash(flash, batch):
     ALL_MASK_ATTENTION_FUNCTIONS.register("some/kernel", mask_function)
     model = make_model(NeoBERTModel)
     model.config._attn_implementation = "some/kernel"
+
     ids, mask, texts = batch
     hidden = model(ids, attention_mask=mask).last_hidden_state
+
     assert calls[0][0] is None and calls[0][1]["max_length_q"] == 12
     assert_same(hidden[mask.bool()], last_states(model, *texts))
 
 
 # ------------------------------------------------------------------------------------------------
-# what a caller packs
+# Batches that the caller packed
 
 
 BOUNDS = torch.tensor([0, 9, 12, 19], dtype=torch.int32)
@@ -294,6 +335,7 @@ WAYS = {
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2"))
 @torch.no_grad()
 def test_ways_to_say_packed(implementation, packing, flash):
+    """Every supported form of the packing arguments gives the outputs of single texts."""
     model = build(NeoBERTModel, implementation)
     hidden = model(torch.cat(PACKED_TEXTS)[None], **packing).last_hidden_state
     assert_same(hidden[0], last_states(model, *PACKED_TEXTS))
@@ -315,7 +357,10 @@ def test_ways_to_say_packed(implementation, packing, flash):
     ),
 )
 def test_packing_that_does_not_fit_is_one_sentence(packing, words):
-    """Each of these would let a text see another, or hide a part of it, without a word."""
+    """Packing arguments that contradict each other raise a ValueError with an explanation.
+
+    Without the check, each case would silently mix texts or hide a part of one.
+    """
     with pytest.raises(ValueError, match=words):
         make_model(NeoBERTModel)(torch.cat(PACKED_TEXTS)[None], **packing)
 
@@ -323,28 +368,37 @@ def test_packing_that_does_not_fit_is_one_sentence(packing, words):
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2", "eager"))
 @torch.no_grad()
 def test_hidden_states_and_weights_of_a_packed_batch(implementation, flash):
-    """In the caller's packed shape; weights between texts are zero."""
+    """Hidden states and attention weights keep the packed shape of the caller.
+
+    The weights between different texts are zero.
+    """
     model = build(NeoBERTModel, implementation)
     packed = packed_batch(PACKED_TEXTS[:2])
-    out = model(**packed, output_hidden_states=True, output_attentions=True)
+    outputs = model(**packed, output_hidden_states=True, output_attentions=True)
+
     first, second = (reference_states(model, text) for text in PACKED_TEXTS[:2])
-    for layer, state in enumerate(out.hidden_states):
+    for layer, state in enumerate(outputs.hidden_states):
         assert_same(state[0], torch.cat([first[0][layer], second[0][layer]]))
-    for weights, expected in zip(out.attentions, second[1]):
+    for weights, expected in zip(outputs.attentions, second[1]):
         assert (weights[0, :, :9, 9:] == 0).all() and (weights[0, :, 9:, :9] == 0).all()
         assert_same(weights[0, :, 9:, 9:], expected, what="weights")
 
 
 # ------------------------------------------------------------------------------------------------
-# which kernel runs
+# Kernel selection
 
 
 @torch.no_grad()
 def test_switching_the_implementation_of_a_loaded_model(flash, batch):
-    """The next forward uses it, and the sentence names it."""
+    """`set_attn_implementation` takes effect in the next forward pass.
+
+    `attention_backend` describes the kernel of the new implementation.
+    """
     ids, mask, _ = batch
     model = make_model(NeoBERTForMaskedLM)
-    expected, sentences = model(ids, attention_mask=mask).logits[mask.bool()], {}
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    sentences = {}
+
     for name, words in (
         ("eager", "eager sequence by sequence"),
         ("flex_attention", "block mask"),
@@ -356,23 +410,29 @@ def test_switching_the_implementation_of_a_loaded_model(flash, batch):
         sentences[name] = model.attention_backend()
         assert sentences[name].startswith(f"{name} on cpu in float32: ")
         assert words in sentences[name]
+
     assert "attn_implementation='sdpa' is faster" in sentences["eager"]
     assert "need a CUDA device" in sentences["sdpa"]
+
     with torch.autocast("cpu", torch.bfloat16):
         assert "on cpu in bfloat16" in model.attention_backend()
     model.config.unpad_inputs = False
     assert "unpad_inputs is off" in model.attention_backend()
     model.config._attn_implementation = "flash_attention_2"
     assert "need a GPU and float16 or bfloat16" in model.attention_backend()
+
     kernel, reason = attention_neobert.attention_kernel(
         model.config, "flash_attention_2", torch.device("xpu"), torch.bfloat16, training=False
     )
-    assert (kernel, reason) == ("flash", None), "transformers 5 has kernels for xpu and npu too"
+    assert (kernel, reason) == ("flash", None), "transformers 5 has flash kernels for xpu."
 
 
 @pytest.mark.parametrize("width,words", [(512, None), (528, "a head_dim of at most 256, not 264")])
 def test_flash_attention_2_names_an_unsupported_head_dim(width, words):
-    """At 256 nothing is missing."""
+    """flash_attention_2 supports a head_dim of at most 256.
+
+    `attention_kernel` returns a reason why the kernel cannot run with a larger one.
+    """
     config = make_model(NeoBERTModel, hidden_size=width, num_attention_heads=2).config
     kernel, reason = attention_neobert.attention_kernel(
         config, "flash_attention_2", torch.device("cuda"), torch.bfloat16, training=False
@@ -382,10 +442,14 @@ def test_flash_attention_2_names_an_unsupported_head_dim(width, words):
 
 @pytest.mark.parametrize("variable,expected", [("0", False), ("1", True)])
 def test_flash_attention_2_receives_dropout_and_determinism(flash, monkeypatch, variable, expected):
-    """Dropout only in training, and what `FLASH_ATTENTION_DETERMINISTIC` says."""
+    """flash_attention_2 applies dropout in training only, and is deterministic on request.
+
+    The environment variable `FLASH_ATTENTION_DETERMINISTIC` of transformers requests determinism.
+    """
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", variable)
     model = make_model(NeoBERTModel, attention_dropout=0.25).to(torch.bfloat16)
     model.config._attn_implementation = "flash_attention_2"
+
     bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
     for training, dropout in ((True, 0.25), (False, 0.0)):
         flash.calls.clear()
@@ -397,8 +461,9 @@ def test_flash_attention_2_receives_dropout_and_determinism(flash, monkeypatch, 
 
 REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
 VARLEN = "torch.nn.attention.varlen (flash kernels of torch itself)"
-NARROW, WIDE = {"num_attention_heads": 16}, {"hidden_size": 528, "num_attention_heads": 2}
-# dtype, fields, whether torch has the kernel, capability of the GPU, words.
+NARROW = {"num_attention_heads": 16}
+WIDE = {"hidden_size": 528, "num_attention_heads": 2}
+# (dtype, fields, whether torch has the kernel, compute capability of the GPU, expected words)
 KERNELS_OF_CUDA = (
     (torch.bfloat16, {}, True, (9, 0), VARLEN),
     (torch.float16, {}, True, (8, 0), VARLEN),
@@ -413,7 +478,10 @@ KERNELS_OF_CUDA = (
 
 @pytest.mark.parametrize("dtype,fields,torch_has_it,capability,words", KERNELS_OF_CUDA)
 def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
-    """With a stand-in for the device: which kernel, and what keeps it from torch's own."""
+    """`attention_backend` names the kernel for a GPU, and why it is not the kernel of torch.
+
+    The device is simulated, so the test needs no GPU.
+    """
     model = make_model(NeoBERTModel, **fields).to(dtype).train()
     monkeypatch.setattr(attention_neobert, "varlen_attn", object() if torch_has_it else None)
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
@@ -422,10 +490,14 @@ def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, mo
 
 
 def test_an_implementation_that_does_not_exist():
+    """An unknown attention implementation raises a ValueError and changes nothing."""
     model = make_model(NeoBERTModel)
     with pytest.raises(ValueError, match="nosuch"):
         model.set_attn_implementation("nosuch")
-    assert model.config._attn_implementation == "sdpa", "the model keeps what it had"
+    assert model.config._attn_implementation == "sdpa", (
+        "The failed call changed the implementation."
+    )
+
     model.config._attn_implementation = "nosuch"
     words = "`attn_implementation` must be a registered attention function, got 'nosuch'."
     assert model.attention_backend().startswith(words)
@@ -434,41 +506,49 @@ def test_an_implementation_that_does_not_exist():
 
 
 # ------------------------------------------------------------------------------------------------
-# memory
+# Memory
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest storage that any operation returns."""
+    """Dispatch mode that records the number of elements of the largest storage."""
 
     largest = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
+        output = function(*args, **(kwargs or {}))
+        for x in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(x, torch.Tensor) and x.device.type != "meta":
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
-        return out
+        return output
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed by the model", "packed by the caller"))
 def test_sdpa_makes_no_square_tensor(layout):
+    """Check that sdpa allocates no tensor with the size of an attention matrix.
+
+    The eager function allocates one, which shows that the measurement detects it.
+    """
     length = 600
     ids, mask = random_batch([length, 500])
     inputs = {"input_ids": ids, "attention_mask": mask}
     if layout == "packed by the caller":
         inputs = packed_batch(texts_of(ids, mask))
+
     fields = {"max_position_embeddings": length, "unpad_inputs": layout != "padded"}
-    with LargestTensor() as seen:
+    with LargestTensor() as mode:
         hidden = make_model(NeoBERTModel, attn_implementation="sdpa", **fields)(**inputs)[0]
         hidden.sum().backward()
-    assert seen.largest <= 2 * length * 3 * 64 < length * length
-    with LargestTensor() as seen, torch.no_grad():
+    assert mode.largest <= 2 * length * 3 * 64 < length * length
+
+    with LargestTensor() as mode, torch.no_grad():
         make_model(NeoBERTModel, attn_implementation="eager", **fields)(**inputs)
-    assert seen.largest >= 4 * 500 * 500, "the eager function should be seen here"
+    assert mode.largest >= 4 * 500 * 500, (
+        "The attention matrix of the eager function was not measured."
+    )
 
 
-# -------------------------------------------------------------------------------------------
-# on a GPU, and under autocast
+# ------------------------------------------------------------------------------------------------
+# GPU and autocast
 
 
 @pytest.mark.gpu
@@ -476,16 +556,18 @@ def test_sdpa_makes_no_square_tensor(layout):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @torch.no_grad()
 def test_packed_on_cuda(dtype):
-    """Forward in low precision: error at most twice that of the plain implementation in the same
-    dtype."""
+    """Packing on a GPU does not increase the rounding error.
+
+    The error is at most twice that of the padded eager model in the same dtype.
+    """
     ids, mask = random_batch([100, 7, 64], length=128)
     expected = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     ids, mask = ids.cuda(), mask.cuda()
 
     def error(**fields):
         model = make_model(NeoBERTModel, **fields).to("cuda", dtype)
-        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()].float().cpu()
-        return (out - expected).abs().max().item()
+        hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()].float().cpu()
+        return (hidden - expected).abs().max().item()
 
     plain = error(attn_implementation="eager", unpad_inputs=False)
     packed = error(attn_implementation="sdpa")
@@ -495,12 +577,15 @@ def test_packed_on_cuda(dtype):
 
 @with_gradients
 def test_autocast(implementation, flash, batch):
-    """Mixed precision, as Trainer's bf16=True runs it: float32 weights and loss, bfloat16 products,
-    padded, packed and backward."""
+    """Training works under autocast, which Trainer uses with bf16=True.
+
+    Weights, gradients and the loss are float32, and matrix products are bfloat16.
+    """
     ids, mask, texts = batch
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     packed = {**packed_batch(texts), "labels": torch.cat(texts)[None]}
     expected = build(NeoBERTForMaskedLM, "eager")(**padded).loss.item()
+
     for unpad, inputs in ((True, padded), (False, padded), (True, packed)):
         model = build(NeoBERTForMaskedLM, implementation, unpad_inputs=unpad)
         with torch.autocast("cpu", torch.bfloat16):

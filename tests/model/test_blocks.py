@@ -1,15 +1,21 @@
-"""Test compiled blocks in training.
+"""Test pre-training with compiled blocks.
 
-They run in every step, keep numbers and weight names unchanged, and the whole model is not
-compiled.
+Compiled blocks run in every step and change neither the losses nor the weight names. The complete
+model is not compiled.
 """
 
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.pretrain_runs import arguments_of, log_of, make_corpus, run_of  # noqa: F401
+from helpers.pretrain_runs import (  # noqa: F401
+    Killed,
+    arguments_of,
+    log_of,
+    make_corpus,
+    run_of,
+    signaled,
+)
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
@@ -18,8 +24,7 @@ from neobert.pretraining import command as pretrain
 
 
 def count_compiled_calls(monkeypatch):
-    """Replaces the compiler by one that counts the calls of what it makes; returns the list of
-    their numbers of tokens."""
+    """Replace the compiler backend, and return a list with one graph per call of compiled code."""
     calls = []
 
     def backend(graph, inputs):
@@ -35,17 +40,22 @@ def count_compiled_calls(monkeypatch):
 
 @pytest.mark.slow
 def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkeypatch):
+    """Runs with and without compiled blocks have the same losses and weights."""
     torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)
     run_of(arguments_of(corpus, tmp_path / "eager", max_steps=3, save_steps=3))
     assert not calls
+
     run_of(arguments_of(corpus, tmp_path / "compiled", max_steps=3, save_steps=3, compile="true"))
     assert len(calls) >= 3 * 2
-    # The real form of RoPE, which compilers take, rounds otherwise than the complex one.
+
+    # Compiled blocks use RoPE with real numbers, which rounds differently from RoPE with complex
+    # numbers.
     for eager, compiled in zip(
         log_of(tmp_path / "eager"), log_of(tmp_path / "compiled"), strict=True
     ):
         assert compiled["loss"] == pytest.approx(eager["loss"], abs=1e-4)
+
     eager, compiled = (
         load_file(tmp_path / name / "model.safetensors") for name in ("eager", "compiled")
     )
@@ -55,15 +65,23 @@ def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkey
 
 
 def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
+    """A run that started without compilation may be resumed with `compile`."""
+    torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as context:
-        context.setattr(pretrain.Pretraining, "save", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(Killed), signaled(3):
         run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2))
     assert not calls
+
+    # The resumed run has two steps, with two blocks each.
     run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2, compile="true"))
+    assert len(calls) >= 2 * 2
 
 
 def test_compilation_is_taken_back():
+    """`uncompile_blocks` restores blocks that `compile_blocks` compiled.
+
+    Compilation does not change the names of the weights.
+    """
     model = NeoBERTForMaskedLM(
         NeoBERTConfig(
             hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
@@ -81,8 +99,11 @@ def test_compilation_is_taken_back():
     "option, value", [("torch_compile", "true"), ("torch_compile_backend", "inductor")]
 )
 def test_the_complete_model_is_not_compiled(corpus, tmp_path, capsys, option, value):
-    """Whose graph has no kernel for packed batches: it was three times slower than no
-    compilation."""
+    """Options of Trainer that compile the complete model are rejected before the output is created.
+
+    The graph of the complete model has no kernel for packed batches, so training was three times
+    slower than without compilation.
+    """
     from neobert.cli import main
 
     assert main(["pretrain", *arguments_of(corpus, tmp_path / "out", **{option: value})]) == 2

@@ -1,7 +1,8 @@
-"""Test the model in libraries that inspect it or save a part of it.
+"""Test the model in third-party libraries that inspect it or save a part of it.
 
-PEFT keeps the head by default, hooks on inner modules see the batch dimension (Opacus, NEFTune,
-Captum, PEFT), and pipelines, SPLADE and bert-score read saved models.
+Covers adapters of PEFT with a newly initialized head, hooks and patches on inner modules (Opacus,
+NEFTune, Captum), pipelines, SPLADE and bert-score on saved models, the losses of
+sentence-transformers, and KeyBERT, SetFit and GLiNER.
 """
 
 from types import SimpleNamespace
@@ -44,7 +45,10 @@ TARGETS = ["qkv", "wo", "w12", "w3"]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A pre-trained masked LM, as a user fine-tunes it: a folder without a head for sequences."""
+    """Return a directory with a masked LM, from which a sequence classifier is fine-tuned.
+
+    The head of the classifier is missing in the checkpoint and is initialized when it is loaded.
+    """
     folder = tmp_path_factory.mktemp("base")
     make_model(NeoBERTForMaskedLM).save_pretrained(folder)
     return folder
@@ -54,7 +58,7 @@ def base(tmp_path_factory):
 # PEFT
 
 
-# {name: PEFT's configuration, its options beside the layers and the task}.
+# {test id: (prefix of the configuration class in PEFT, its options without the task)}.
 BLOCKS = {"target_modules": TARGETS, "r": 4}
 METHODS = {
     "LoRA": ("Lora", BLOCKS),
@@ -79,40 +83,48 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_defaults_keep_the_head(base, tmp_path, method):
-    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as;
-    reloaded on the base model, drawn by another seed as in another process, they give the logits
-    that were trained."""
+    """Check that a reloaded adapter gives the logits of the trained model.
+
+    Three training steps change everything that PEFT trains. The adapter is then loaded onto a base
+    model whose head was initialized with another seed, as in another process. PEFT saves
+    `classifier` by default but not `dense`, so `dense` must be initialized identically.
+    """
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     ids, mask = random_batch([9, 4, 7])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
     name, options = METHODS[method]
     task = {} if "modules_to_save" in options else {"task_type": "SEQ_CLS"}
 
-    def fresh(seed):
+    def load_base(seed):
         torch.manual_seed(seed)
         classifier = AutoModelForSequenceClassification
         return classifier.from_pretrained(base, dtype=torch.float32, num_labels=3)
 
-    model = peft.get_peft_model(fresh(1), getattr(peft, f"{name}Config")(**task, **options))
+    model = peft.get_peft_model(load_base(1), getattr(peft, f"{name}Config")(**task, **options))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
     model.save_pretrained(tmp_path)
+
     with torch.no_grad():
         expected = model.eval()(**batch).logits
-        # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+        # With labels, AdaLoRA in PEFT computes a loss from attributes that an adapter loaded for
+        # inference does not have.
         del batch["labels"]
-        actual = peft.PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
-        untrained = fresh(2).eval()(**batch).logits
+        actual = peft.PeftModel.from_pretrained(load_base(2), tmp_path).eval()(**batch).logits
+        untrained = load_base(2).eval()(**batch).logits
     assert_same(actual, expected, what="logits of a reloaded adapter")
-    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing"
+    assert (untrained - expected).abs().max() > 1e-2, "Training did not change the logits."
 
 
 def test_the_embedding_as_a_module_to_save(base):
-    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of
-    `transformer_encoder` too; `model.encoder` is not."""
+    """Check the name of the token embedding in `modules_to_save` of PEFT.
+
+    PEFT compares the end of module names. `encoder`, the token embedding, is also the end of
+    `transformer_encoder`, so the embedding must be selected as `model.encoder`.
+    """
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
     def adapted(name):
@@ -122,55 +134,64 @@ def test_the_embedding_as_a_module_to_save(base):
 
     with pytest.raises(TypeError, match="ModuleList"):
         adapted("encoder")
-    copied = {
+
+    saved_modules = {
         name.rpartition(".")[2]
         for name, module in adapted("model.encoder").named_modules()
         if type(module).__name__ == "ModulesToSaveWrapper"
     }
-    assert copied == {"encoder", "classifier"}
+    assert saved_modules == {"encoder", "classifier"}
 
 
 def test_the_draw_of_dense():
-    """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds
-    draw the classifier."""
+    """`dense` is initialized with the same values in every process, unlike `classifier`.
+
+    Both are sampled from normal(0, classifier_init_range), but only `classifier` depends on the
+    seed of the process. PEFT does not save `dense` by default.
+    """
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 256}, classifier_init_range=0.05)
     torch.manual_seed(1)
     first = NeoBERTForSequenceClassification(config)
     torch.manual_seed(2)
     second = NeoBERTForSequenceClassification(config)
+
     weight = first.dense.weight
     assert torch.equal(weight, second.dense.weight)
     assert not torch.equal(first.classifier.weight, second.classifier.weight)
     assert abs(weight.std() / 0.05 - 1) < 0.02 and abs(weight.mean()) < 0.001
     assert (first.dense.bias == 0).all()
-    # Adapters that were saved without `dense` rely on these very numbers.
+
+    # Adapters that were saved without `dense` depend on exactly these values.
     expected = torch.tensor([-1.12583983, -1.15236020, -0.25057858, -0.43387881]) * 0.05
     assert torch.allclose(weight[0, :4], expected, atol=1e-7)
 
 
 def test_a_trained_dense_is_loaded(tmp_path):
-    """The draw never overwrites what a checkpoint has."""
+    """The reproducible initialization of `dense` never overwrites weights of a checkpoint."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
-    assert torch.equal(again.dense.weight, model.dense.weight)
-    # before, a layer of which a part is missing is drawn anew as a whole
+    loaded = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(loaded.dense.weight, model.dense.weight)
+
+    # transformers 4 initializes the whole layer again if one of its tensors is missing.
     if not transformers.__version__.startswith("4."):
         del weights["dense.bias"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
-        assert torch.equal(again.dense.weight, model.dense.weight) and (again.dense.bias == 0).all()
+        loaded = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        assert (
+            torch.equal(loaded.dense.weight, model.dense.weight) and (loaded.dense.bias == 0).all()
+        )
 
 
 def test_adapters_of_a_mixed_batch():
-    """`adapter_names`: each row through its own adapter, also where the batch is padded and
-    long."""
+    """With `adapter_names` of PEFT, each row of a padded batch runs through its own adapter."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(target_modules=TARGETS, r=4, init_lora_weights=False)
     model = peft.get_peft_model(make_model(NeoBERTModel), config, adapter_name="a")
     model.add_adapter("b", config)
     model.eval()
+
     ids, mask = random_batch([9, 4, 7, 9])
     names = ["a", "b", "a", "__base__"]
     with torch.no_grad():
@@ -184,22 +205,25 @@ def test_adapters_of_a_mixed_batch():
 
 
 # ------------------------------------------------------------------------------------------------
-# who looks inside
+# Hooks, patches and replaced modules
 
 
-def _on_all_blocks(model, seen):
-    def note(module, args, output):
+def _on_all_blocks(model, shapes):
+    """Register a global forward hook that records the output shape of each block."""
+
+    def record(module, args, output):
         if isinstance(module, modeling.NeoBERTBlock):
-            seen.append(output.shape)
+            shapes.append(output.shape)
 
-    return nn.modules.module.register_module_forward_hook(note)
+    return nn.modules.module.register_module_forward_hook(record)
 
 
-def _patch(block, seen):
+def _patch(block, shapes):
+    """Patch the `forward` of a block to record its input shapes; return a handle to undo it."""
     forward = block.forward
 
     def patched(hidden, *args, **kwargs):
-        seen.append(hidden.shape)
+        shapes.append(hidden.shape)
         return forward(hidden, *args, **kwargs)
 
     block.forward = patched
@@ -207,44 +231,50 @@ def _patch(block, seen):
 
 
 class Steered(nn.Module):
-    """What steering libraries put in a block's place."""
+    """Wrapper with which steering libraries replace a block."""
 
-    def __init__(self, block, seen):
+    def __init__(self, block, shapes):
         super().__init__()
-        self.block, self.seen = block, seen
+        self.block = block
+        self.seen = shapes
 
     def forward(self, hidden, *args, **kwargs):
         self.seen.append(hidden.shape)
         return self.block(hidden, *args, **kwargs)
 
 
-def _replace(blocks, seen):
+def _replace(blocks, shapes):
+    """Replace the second block with a `Steered` wrapper; return a handle to undo it."""
     block = blocks[1]
-    blocks[1] = Steered(block, seen)
+    blocks[1] = Steered(block, shapes)
     return SimpleNamespace(remove=lambda: blocks.__setitem__(1, block))
 
 
-def _note(seen):
-    """A hook that keeps the shape of the first tensor that it is shown."""
+def _shape_hook(shapes):
+    """Return a hook that records the shape of the first tensor of its last argument."""
 
-    def note(module, *shown):
-        tensor = shown[-1]
-        seen.append((tensor[0] if isinstance(tensor, tuple) else tensor).shape)
+    def record(module, *arguments):
+        tensor = arguments[-1]
+        shapes.append((tensor[0] if isinstance(tensor, tuple) else tensor).shape)
 
-    return note
+    return record
 
 
+# Each function gets the backbone and a list, installs a hook that appends tensor shapes to the
+# list, and returns a handle with `remove`.
 HOOKS = {
-    "a patched block": lambda m, seen: _patch(m.transformer_encoder[1], seen),
-    "a replaced block": lambda m, seen: _replace(m.transformer_encoder, seen),
+    "a patched block": lambda m, shapes: _patch(m.transformer_encoder[1], shapes),
+    "a replaced block": lambda m, shapes: _replace(m.transformer_encoder, shapes),
     "all modules": _on_all_blocks,
-    "the embedding": lambda m, seen: m.encoder.register_forward_hook(_note(seen)),
-    "a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(_note(seen)),
-    "before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(
-        _note(seen)
+    "the embedding": lambda m, shapes: m.encoder.register_forward_hook(_shape_hook(shapes)),
+    "a block": lambda m, shapes: m.transformer_encoder[1].register_forward_hook(
+        _shape_hook(shapes)
     ),
-    "gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
-        _note(seen)
+    "before a layer": lambda m, shapes: m.transformer_encoder[0].wo.register_forward_pre_hook(
+        _shape_hook(shapes)
+    ),
+    "gradients": lambda m, shapes: m.transformer_encoder[2].ffn.register_full_backward_hook(
+        _shape_hook(shapes)
     ),
 }
 
@@ -252,23 +282,31 @@ HOOKS = {
 @pytest.mark.parametrize("what", HOOKS)
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
 def test_hooks_see_the_batch_axis(what, model_class, warnings):
-    """The outputs stay those of packing; it is said once; without the hook the model packs
-    again."""
+    """With a hook or replacement inside the model, padded batches are not packed.
+
+    The hook gets tensors of shape (B, L, D), the outputs stay the same, and a single warning is
+    logged. The model packs again after the hook was removed.
+    """
     ids, mask = random_batch([9, 3, 7])
     model = make_model(model_class)
     backbone = getattr(model, "model", model)
-    expected, seen = model(ids, attention_mask=mask)[0], []
-    handle = HOOKS[what](backbone, seen)
+    expected = model(ids, attention_mask=mask)[0]
+
+    shapes = []
+    handle = HOOKS[what](backbone, shapes)
     for _ in range(2):
         actual = model(ids, attention_mask=mask)[0]
     actual.sum().backward()
-    assert seen and set(seen) == {torch.Size((3, 9, 64))}, f"{what} saw {set(seen)}"
-    assert_same(actual[mask.bool()], expected[mask.bool()], what=f"output beside {what}")
+    assert shapes and set(shapes) == {torch.Size((3, 9, 64))}, (
+        f"The hook ({what}) got tensors of shape {set(shapes)}."
+    )
+    assert_same(actual[mask.bool()], expected[mask.bool()], what=f"output with a hook ({what})")
     assert len(warnings("Padded batches are not packed while")) == 1
+
     handle.remove()
-    rows = count_rows(backbone.layer_norm)
+    token_counts = count_rows(backbone.layer_norm)
     model(ids, attention_mask=mask)
-    assert rows == [19], "the model does not pack again after the hook was removed"
+    assert token_counts == [19], "The model does not pack again after the hook was removed."
 
 
 @pytest.mark.parametrize("by", ("cu_seq_lens_q", "position_ids"))
@@ -276,13 +314,16 @@ def test_hooks_see_the_batch_axis(what, model_class, warnings):
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
 )
 def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
-    """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed
-    stay apart."""
+    """With a hook inside the model, a batch that the caller packed keeps its sequences separate.
+
+    The model itself packs no padded batch while there is a hook.
+    """
     packed = packed_batch(texts_of(*random_batch([9, 3, 7])))
     packed["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)])[None]
     packed = {name: packed[name] for name in ("input_ids", by)}
     model = make_model(model_class, num_labels=5)
     expected = model(**packed).logits
+
     for module in (model.classifier, model.model.encoder, model.model.transformer_encoder[1].wo):
         handle = module.register_forward_hook(lambda module, args, output: None)
         assert_same(model(**packed).logits, expected, what="logits under a hook")
@@ -291,8 +332,11 @@ def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
 
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
 def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
-    """As BERT's: gradients with respect to them are those of the batch with its padding left in.
-    Without gradients the model packs."""
+    """Gradients with respect to hidden states work, as in BERT, and equal those without packing.
+
+    Hidden states of a packed batch are unpacked copies outside of the graph. A batch is therefore
+    not packed if its hidden states are requested with gradients; without gradients it is.
+    """
     ids, mask = random_batch([9, 3, 7])
     results = []
     for unpad_inputs in (True, False):
@@ -304,37 +348,50 @@ def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
         output.sum().backward()
         assert torch.equal(outputs.hidden_states[1].grad, gradients[1])
         results.append(gradients)
-    for ours, expected in zip(*results):
+    for actual, expected in zip(*results):
         assert expected.abs().max() > 0
-        assert_same(ours, expected, what="gradient of a hidden state")
+        assert_same(actual, expected, what="gradient of a hidden state")
+
     model = make_model(model_class)
-    rows = count_rows(getattr(model, "model", model).layer_norm)
+    token_counts = count_rows(getattr(model, "model", model).layer_norm)
     with torch.no_grad():
         model(ids, attention_mask=mask, output_hidden_states=True)
-    assert rows == [19]
+    assert token_counts == [19]
 
 
 def test_the_encoder_is_the_stack_of_blocks():
-    """Libraries ask `get_encoder` for it; `model.encoder` is the token embedding, as published."""
+    """`get_encoder`, which libraries call, returns the blocks.
+
+    The attribute `model.encoder` is the token embedding, as in the published model.
+    """
     for model in (make_model(NeoBERTModel), make_model(NeoBERTForMaskedLM)):
         assert model.get_encoder() is getattr(model, "model", model).transformer_encoder
 
 
 @torch.no_grad()
 def test_packing_on_request():
-    """`unpad_inputs` of the call: whoever has a hook that does not mind packed rows says so, and
-    the other way round."""
+    """The argument `unpad_inputs` takes precedence over hooks and the configuration.
+
+    A caller whose hook accepts packed tensors can request packing, and any caller can turn packing
+    off.
+    """
     ids, mask = random_batch([9, 3, 7])
+
     for model_class in (NeoBERTModel, NeoBERTForTokenClassification):
-        for hooked, asked, tokens in ((True, True, 19), (True, None, 27), (False, False, 27)):
+        for has_hook, unpad_inputs, tokens in (
+            (True, True, 19),
+            (True, None, 27),
+            (False, False, 27),
+        ):
             model = make_model(model_class)
-            rows = count_rows(getattr(model, "model", model).layer_norm)
-            if hooked:
+            token_counts = count_rows(getattr(model, "model", model).layer_norm)
+            if has_hook:
                 model.register_forward_hook(lambda module, args, output: None)
-            model(ids, attention_mask=mask, unpad_inputs=asked)
-            assert rows == [tokens], (model_class, hooked, asked)
+            model(ids, attention_mask=mask, unpad_inputs=unpad_inputs)
+            assert token_counts == [tokens], (model_class, has_hook, unpad_inputs)
 
 
+# Hooks and patches that training and loading install, which do not depend on the batch layout.
 MACHINERY = {
     "gradients for the inputs": lambda m: m.enable_input_require_grads(),
     "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
@@ -348,17 +405,21 @@ MACHINERY = {
 @pytest.mark.parametrize("what", MACHINERY)
 @torch.no_grad()
 def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
+    """Hooks of torch, accelerate and transformers for training leave packing on."""
     model = make_model(NeoBERTModel)
     MACHINERY[what](model)
-    rows = count_rows(model.layer_norm)
+    token_counts = count_rows(model.layer_norm)
     ids, mask = random_batch([9, 3, 7])
     model(ids, attention_mask=mask)
-    assert rows == [19] and not warnings("not packed"), f"{what}: {rows}"
+    assert token_counts == [19] and not warnings("not packed"), (
+        f"With {what}, the model computed {token_counts} tokens instead of 19, or it logged a "
+        "warning."
+    )
 
 
 @pytest.mark.parametrize("norm_type", ["layer", "rms"])
 def test_opacus_clips_gradients_of_each_text(norm_type):
-    """Per-sample gradients of all parameters are those of each text alone."""
+    """The per-sample gradients of Opacus equal the gradients of each text alone."""
     grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
     ids, mask = random_batch([9, 4, 6])
     labels = torch.tensor([0, 2, 1])
@@ -370,10 +431,11 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
 
     private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
     private(**batch, num_items_in_batch=1).loss.backward()
+
     for row in range(3):
         alone = model()
-        part = {name: value[row : row + 1] for name, value in batch.items()}
-        alone(**part, num_items_in_batch=1).loss.backward()
+        sample = {name: value[row : row + 1] for name, value in batch.items()}
+        alone(**sample, num_items_in_batch=1).loss.backward()
         for (name, p), q in zip(alone.named_parameters(), private._module.parameters()):
             assert q.grad_sample.shape[0] == 3, name
             if p.grad.abs().max() > 1e-6:
@@ -381,8 +443,11 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
 
 
 def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
-    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the
-    library's hook alone makes the model dense."""
+    """NEFTune scales its noise with the length of the padded batch, not of the packed row.
+
+    The noise is alpha / sqrt(L * D) (Jain et al. 2023). The hook that Trainer adds to the embedding
+    turns packing off, so that L is the length of the padded batch.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
     ids, mask = random_batch([11, 5, 9, 3])
     rows = [{"input_ids": i, "attention_mask": m, "labels": 1} for i, m in zip(ids, mask)]
@@ -396,16 +461,20 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
         disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows)
-    # as torch's own hooks, which leave a model packed
-    seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)
+
+    # The counters count as hooks of torch, which alone would leave the batch packed.
+    token_counts = count_rows(model.get_input_embeddings(), model.model.layer_norm)
     trainer.train()
-    assert seen == [44, 44]
+    assert token_counts == [44, 44]
 
 
 @pytest.mark.slow
 def test_captum():
-    """Integrated gradients of the embedding add up to the change of the logit, and layer tools read
-    the blocks."""
+    """Check attributions of Captum.
+
+    Integrated gradients of the embedding add up to the change of the logit, and the layer methods
+    can read the output of each block.
+    """
     attr = pytest.importorskip("captum.attr", reason="Captum is not installed")
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     ids, mask = random_batch([9, 4])
@@ -414,19 +483,22 @@ def test_captum():
     def logit(ids, mask):
         return model(input_ids=ids, attention_mask=mask).logits[:, 1]
 
-    tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
+    integrated_gradients = attr.LayerIntegratedGradients(logit, model.model.encoder)
     options = {"additional_forward_args": (mask,), "n_steps": 200, "internal_batch_size": 2}
-    scores = tool.attribute(ids, baseline, **options)
+    scores = integrated_gradients.attribute(ids, baseline, **options)
     assert scores.shape == (2, 9, 64)
     change = (logit(ids, mask) - logit(baseline, mask)).detach()
     assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
+
     for block in model.model.transformer_encoder:
-        seen = attr.LayerActivation(logit, block).attribute(ids, additional_forward_args=(mask,))
-        assert seen.shape == (2, 9, 64), "a block must return its hidden states alone"
+        activation = attr.LayerActivation(logit, block).attribute(
+            ids, additional_forward_args=(mask,)
+        )
+        assert activation.shape == (2, 9, 64), "A block must return only its hidden states."
 
 
 # ------------------------------------------------------------------------------------------------
-# what was saved
+# Saved models in pipelines, SPLADE and bert-score
 
 
 SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
@@ -444,21 +516,26 @@ SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
 def test_the_problem_that_labels_tell_is_saved(
     labels, num_labels, problem, tmp_path, tokenizer_dir
 ):
-    """So that the pipeline answers with the right function: a model trained on several labels with
-    sigmoids."""
+    """The problem type that is inferred from the labels is saved with the model.
+
+    The text-classification pipeline reads it to select its output function, for example a sigmoid
+    for multi-label classification.
+    """
     model = make_model(NeoBERTForSequenceClassification, num_labels=num_labels, vocab_size=30522)
     ids, mask = random_batch([9, 4])
     assert model.config.problem_type is None
     model(ids, attention_mask=mask, labels=labels)
     assert model.config.problem_type == problem
+
     model.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        logits = again(**tokenizer("a fine film", return_tensors="pt")).logits[0]
+        logits = loaded(**tokenizer("a fine film", return_tensors="pt")).logits[0]
     functions = {"multi_label_classification": torch.sigmoid, "regression": torch.clone}
     expected = functions.get(problem, lambda x: x.softmax(-1))(logits)
-    classify = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)
+
+    classify = pipeline("text-classification", model=loaded, tokenizer=tokenizer, top_k=None)
     (answers,) = classify(["a fine film"])
     scores = [answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]
     assert_same(torch.tensor(scores), expected, what="scores of the pipeline")
@@ -466,7 +543,10 @@ def test_the_problem_that_labels_tell_is_saved(
 
 @pytest.fixture
 def save(tmp_path, tokenizer_dir):
-    """Function of a class: the folder of a random model with its tokenizer, and the model."""
+    """Return a function that saves a random model of a class with its tokenizer.
+
+    The function returns the directory and the model.
+    """
 
     def save(model_class):
         model = make_model(model_class, vocab_size=30522)
@@ -479,17 +559,22 @@ def save(tmp_path, tokenizer_dir):
 
 @pytest.fixture
 def sentence_transformers():
+    """Return the sentence_transformers module, or skip the test if it is not installed."""
     return pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed"
     )
 
 
 def test_a_masked_lm_folder_is_splade(save, sentence_transformers, tokenizer_dir):
-    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first
-    one is the published name."""
+    """sentence-transformers loads a saved masked LM as a SPLADE encoder.
+
+    It looks for a name that ends in ForMaskedLM in `architectures`, where the published name comes
+    first.
+    """
     folder, model = save(NeoBERTForMaskedLM)
     encoder = sentence_transformers.SparseEncoder(folder, device="cpu")
     assert type(encoder[1]).__name__ == "SpladePooling"
+
     text = "a bird of prey"
     (vector,) = encoder.encode([text], convert_to_sparse_tensor=False)
     with torch.no_grad():
@@ -498,7 +583,11 @@ def test_a_masked_lm_folder_is_splade(save, sentence_transformers, tokenizer_dir
 
 
 def test_bert_score(save):
-    """It keeps the blocks up to the one that it reads: their output, normed."""
+    """bert-score scores texts with a saved model.
+
+    bert-score sets `n_layers`, which drops the blocks above the layer that it reads. The output of
+    the truncated model is the hidden state of that layer after the final norm.
+    """
     bert_score = pytest.importorskip("bert_score", reason="bert-score is not installed")
     folder, model = save(NeoBERTModel)
     texts = ["a bird of prey", "the hawk is a kind of bird"]
@@ -510,6 +599,7 @@ def test_bert_score(save):
     precision, recall, f1 = score(texts[::-1])
     assert ((score(texts)[2] - 1).abs() < 1e-5).all() and (f1 < 0.999).all()
     assert torch.equal(precision, recall.flip(0))
+
     ids, _ = random_batch([6])
     with torch.no_grad():
         expected = model.layer_norm(model(ids, output_hidden_states=True).hidden_states[2])
@@ -519,7 +609,7 @@ def test_bert_score(save):
 
 
 # ------------------------------------------------------------------------------------------------
-# sentence-transformers' losses
+# Losses of sentence-transformers
 
 
 TEXTS = [
@@ -531,10 +621,11 @@ TEXTS = [
 
 
 def sentence_losses(model):
-    """Losses, the columns of texts that they take, and their labels."""
+    """Return (loss, number of text columns, labels) for the losses of sentence-transformers."""
     from sentence_transformers import losses
 
-    classes, scores = torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
+    classes = torch.tensor([0, 1, 0, 1])
+    scores = torch.tensor([0.1, 0.9, 0.4, 0.6])
     width = model.get_sentence_embedding_dimension()
     ranking = losses.MultipleNegativesRankingLoss(model)
     return (
@@ -559,62 +650,67 @@ def sentence_losses(model):
 
 
 def test_losses_of_sentence_transformers(save, sentence_transformers):
-    """With padding taken out in the model they are, with their gradients, what they are with it
-    left in."""
+    """Packing does not change the losses of sentence-transformers or their gradients."""
     model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
     backbone = model[0].auto_model
     for loss, columns, labels in sentence_losses(model):
         results = []
         for backbone.config.unpad_inputs in (True, False):
             model.zero_grad()
+            # Each column is the list of texts, rotated by one more position.
             rotated = [TEXTS[i:] + TEXTS[:i] for i in range(columns)]
             value = loss([model.preprocess(column) for column in rotated], labels)
             value.backward()
             gradient = backbone.transformer_encoder[0].wo.weight.grad
             results.append((value.detach(), gradient.clone()))
+
         name = type(loss).__name__
-        assert_same(results[0][0], results[1][0], 1e-5, f"{name}: the loss")
-        assert_same(results[0][1], results[1][1], 1e-4, f"{name}: the gradient")
-        assert results[0][1].abs().max() > 0, f"{name} has no gradient"
+        assert_same(results[0][0], results[1][0], 1e-5, f"loss {name}")
+        assert_same(results[0][1], results[1][1], 1e-4, f"gradient of {name}")
+        assert results[0][1].abs().max() > 0, f"{name} has no gradient."
 
 
-# -------------------------------------------------------------------------------------------
-# what is built on sentence encoders
+# ------------------------------------------------------------------------------------------------
+# Libraries that build on sentence encoders
 
 
 def test_keybert(save, sentence_transformers):
-    """The scores of its key words are the cosines of their vectors and the text's."""
+    """The scores of KeyBERT are the cosines of the embeddings of keywords and text."""
     keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
     model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
     keywords = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
-    vectors = model.encode([TEXTS[0], *keywords], normalize_embeddings=True, convert_to_tensor=True)
+    embeddings = model.encode(
+        [TEXTS[0], *keywords], normalize_embeddings=True, convert_to_tensor=True
+    )
     assert len(keywords) >= 4
-    assert_same(torch.tensor([*keywords.values()]), vectors[1:] @ vectors[0], 1e-3)
+    assert_same(torch.tensor([*keywords.values()]), embeddings[1:] @ embeddings[0], 1e-3)
 
 
 def test_setfit(save, tmp_path, monkeypatch):
-    """Few-shot classification: trained, saved, and loaded with the same probabilities."""
+    """SetFit trains the encoder, and a saved classifier gives the same probabilities."""
     setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
     import datasets
 
+    # Files that SetFit writes to the working directory end up in the directory of the test.
     monkeypatch.chdir(tmp_path)
     model = setfit.SetFitModel.from_pretrained(save(NeoBERTModel)[0], device="cpu")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 0, 1, 1]})
     arguments = setfit.TrainingArguments(
         str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3
     )
+
     before = torch.tensor(model.model_body.encode(TEXTS))
     setfit.Trainer(model=model, args=arguments, train_dataset=rows).train()
     assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3
+
     model.save_pretrained(tmp_path / "saved")
-    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu")
-    actual, expected = (torch.as_tensor(m.predict_proba(TEXTS)) for m in (again, model))
+    loaded = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu")
+    actual, expected = (torch.as_tensor(m.predict_proba(TEXTS)) for m in (loaded, model))
     assert_same(actual, expected, what="probabilities of a reloaded SetFit model")
 
 
 def test_gliner(save, tmp_path):
-    """Entities of any label: the scores do not depend on padding, and a saved model gives the
-    same."""
+    """The entity scores of GLiNER do not depend on packing, and a saved model gives the same."""
     gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
     sizes = {"hidden_size": 64, "max_width": 4, "max_len": 64}
     config = gliner.GLiNERConfig(model_name=save(NeoBERTModel)[0], span_mode="markerV0", **sizes)
@@ -632,6 +728,7 @@ def test_gliner(save, tmp_path):
     assert len(expected) > 20
     backbone.config.unpad_inputs = False
     assert_same(scores(model), expected, what="scores of a padded batch")
+
     model.save_pretrained(tmp_path / "saved")
-    again = gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()
-    assert_same(scores(again), expected, what="scores of a reloaded model")
+    loaded = gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()
+    assert_same(scores(loaded), expected, what="scores of a reloaded model")

@@ -1,7 +1,7 @@
-"""Test the bundled encoder in other libraries with the code that the pages print.
+"""Test the bundled encoder in other libraries with the code blocks of the documentation.
 
-Each block of docs/compatibility.md and docs/serving.md is run in a process without this package, in
-the environment of `make test-clients`.
+Each block of docs/compatibility.md, and the fastembed block of docs/serving.md, runs in a process
+without this package, in the environment that `make test-clients` creates.
 """
 
 import json
@@ -46,20 +46,33 @@ FASTEMBED = next(
 
 @pytest.fixture(autouse=True)
 def _installed():
+    """Skip the test if the libraries are not installed."""
     if not (CLIENTS / ".ready").exists():
-        pytest.skip("the libraries are not installed: make test-clients")
+        pytest.skip("The libraries are not installed. Run `make test-clients`.")
 
 
 @pytest.fixture(scope="module")
 def expected():
+    """Return the reference embeddings of `TEXTS`."""
     return mean_vectors(FOLDER, TEXTS)
 
 
 def run(*arguments, cwd=ROOT, stdin=None, code=0):
-    """What a process of that environment says, without this package on its path."""
+    """Run Python in the environment of the libraries, without this package on its path.
+
+    Args:
+        *arguments: Arguments of the interpreter.
+        cwd: Working directory.
+        stdin: Standard input.
+        code: Expected exit status.
+
+    Returns:
+        The standard output, or the standard error if an error is expected.
+    """
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False"}
-    done = subprocess.run(
+
+    process = subprocess.run(
         [PYTHON, *map(str, arguments)],
         cwd=cwd,
         env=environment,
@@ -68,35 +81,40 @@ def run(*arguments, cwd=ROOT, stdin=None, code=0):
         text=True,
         timeout=600,
     )
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stdout if code == 0 else done.stderr
+    assert process.returncode == code, process.stderr[-3000:]
+    return process.stdout if code == 0 else process.stderr
 
 
 def vectors_of(block, cwd=ROOT):
-    """`vectors` of a block of a page, for `texts`."""
+    """Return the variable `vectors` of a code block that runs with `texts` set to `TEXTS`."""
     start = f"import json, sys\ntexts = json.loads({json.dumps(json.dumps(TEXTS))})\n"
     end = "\nprint('@' + json.dumps([[float(x) for x in v] for v in vectors]))\n"
-    said = run("-c", start + block + end, cwd=cwd)
-    return np.array(json.loads(said[said.index("@") + 1 :].splitlines()[0]))
+    stdout = run("-c", start + block + end, cwd=cwd)
+    return np.array(json.loads(stdout[stdout.index("@") + 1 :].splitlines()[0]))
 
 
 def check(vectors, expected):
+    """Check that embeddings have the expected shape and directions."""
     cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)
-    assert vectors.shape == expected.shape and cosines.min() > 1 - 1e-5, cosines
+    assert vectors.shape == expected.shape and cosines.min() > 1 - 1e-5, (
+        f"The embeddings have shape {vectors.shape} and the cosines {cosines}."
+    )
 
 
 def test_the_page_has_the_libraries():
-    wanted = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
-    assert list(BLOCKS) == [*wanted, "Qdrant", "DSPy", "scikit", "DuckDB"]
+    """The page has a code block for each library, in this order."""
+    libraries = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
+    assert list(BLOCKS) == [*libraries, "Qdrant", "DSPy", "scikit", "DuckDB"]
 
 
 @pytest.mark.parametrize("library", list(BLOCKS)[:-1])
 def test_the_block_of_the_page(library, expected):
+    """The code block of each library gives the reference embeddings."""
     check(vectors_of(BLOCKS[library]), expected)
 
 
 def test_duckdb(tmp_path, expected):
-    """On the parquet files of `neobert encode`."""
+    """DuckDB reads the embeddings from the parquet files of `neobert encode`."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(rows)
     paths = str(tmp_path / "texts.jsonl"), str(tmp_path / "vectors")
@@ -105,19 +123,20 @@ def test_duckdb(tmp_path, expected):
 
 
 def test_fastembed(tmp_path, expected):
-    """From an export, with the lines of docs/serving.md."""
+    """fastembed gives the reference embeddings with an ONNX export and the code of the page."""
     command.main(["onnx", str(FOLDER), str(tmp_path / "OUTPUT")])
     assert '["a text"]' in FASTEMBED
     check(vectors_of(FASTEMBED.replace('["a text"]', "texts"), cwd=tmp_path), expected)
 
 
 def test_versions_are_those_of_the_page():
-    """The versions that the page prints are those of the constraints, and are installed."""
+    """The installed versions are those of the constraints, and the page states the same ones."""
     lines = (ROOT / "constraints" / "clients.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
     code = "import importlib.metadata as m, sys\nprint(*(m.version(n) for n in sys.argv[1:]))"
     installed = dict(zip(pinned, run("-c", code, *pinned).split()))
     assert {name: version.partition("+")[0] for name, version in installed.items()} == pinned
-    loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
-    for version in re.findall(r"\d+\.\d+\.\d+", loaded):
-        assert version in pinned.values(), f"{version} is not in constraints/clients.txt"
+
+    prose = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
+    for version in re.findall(r"\d+\.\d+\.\d+", prose):
+        assert version in pinned.values(), f"{version} is not in constraints/clients.txt."

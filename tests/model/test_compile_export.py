@@ -15,29 +15,32 @@ from neobert import (
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    """Remove all compiled graphs before and after each test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def assert_agree(actual, expected, mask, *batch, **inputs):
-    """Two forms of a model answer alike at real tokens of a batch."""
+    """Assert that two models have the same outputs at the non-padding tokens of a batch."""
     with torch.no_grad():
         outputs = [model(*batch, **inputs)[0][mask.bool()] for model in (actual, expected)]
     assert_same(*outputs)
 
 
 # ------------------------------------------------------------------------------------------------
-# compile
+# Compilation
 
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+# (attention implementation, fields of the configuration)
 FORMS = (("sdpa", {}), ("eager", {}), ("sdpa", LEARNED), ("sdpa", YARN))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation,fields", FORMS)
 def test_compile_is_one_graph(implementation, fields):
+    """The complete model compiles to a single graph, with and without an attention mask."""
     fields = {"attn_implementation": implementation, "num_hidden_layers": 2, **fields}
     model = make_model(NeoBERTForMaskedLM, **fields)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -48,21 +51,27 @@ def test_compile_is_one_graph(implementation, fields):
 
 
 def test_compiled_training_step():
+    """A compiled training step has the gradients of an eager one."""
     model = make_model(NeoBERTForMaskedLM)
     ids, mask = random_batch([12, 7])
     labels = torch.where(mask == 1, ids, -100)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
     model(**batch).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+
     model.zero_grad()
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch).loss
     loss.backward()
+
     for name, p in model.named_parameters():
         assert_same(p.grad, expected[name], 2e-5, f"compiled gradient of {name}")
 
 
 def test_compiled_packed_batch():
-    model, ids = make_model(NeoBERTModel), random_batch([12])[0]
+    """A batch that the caller packed compiles to a single graph."""
+    model = make_model(NeoBERTModel)
+    ids = random_batch([12])[0]
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_agree(compiled, model, torch.ones_like(ids), ids, **packing_arguments([5, 7]))
 
@@ -72,10 +81,14 @@ def test_compiled_packed_batch():
 @pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
 @torch.no_grad()
 def test_compiled_batch_packed_by_positions(implementation, model_class):
-    """Texts whose positions start again see themselves alone; positions that do not, such as 3 to
-    14, are one text."""
+    """Compiled and exported models separate packed texts by their positions.
+
+    Texts whose positions restart at 0 attend to themselves only. Other positions, such as 3 to 14,
+    belong to a single text.
+    """
     model = make_model(model_class, attn_implementation=implementation, classifier_pooling="mean")
     compiled = torch.compile(model, backend="eager")
+
     for positions in (
         [*range(5), *range(7)],
         [*range(12)],
@@ -83,11 +96,13 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         [*range(3, 15)],
         [0, 1, 2, 0, 1, 5, 6, 7, 0, 1, 2, 3],
     ):
-        ids, positions = random_batch([12])[0], torch.tensor(positions)
+        ids = random_batch([12])[0]
+        positions = torch.tensor(positions)
         actual, expected = (m(ids, position_ids=positions)[0] for m in (compiled, model))
         assert_same(actual, expected, what=f"output of positions {positions.tolist()}")
         if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
             assert_same(actual[:, :5], model(ids[:, :5])[0], what="the first text alone")
+
     if model_class is NeoBERTModel and implementation == "sdpa":
         inputs = {"input_ids": ids, "position_ids": positions[None]}
         exported = torch.export.export(model, (), inputs).module()
@@ -96,7 +111,7 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
 
 
 def test_compiled_dynamic_rope_depends_on_the_text():
-    """Not on its padding, as without compilation."""
+    """Compiled dynamic scaling depends on the longest text and not on the padding."""
     rope = {"rope_type": "dynamic", "factor": 2.0}
     model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling=rope)
     ids, mask = random_batch([20, 9], length=40)
@@ -108,6 +123,7 @@ def test_compiled_dynamic_rope_depends_on_the_text():
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
 )
 def test_compiled_heads(model_class):
+    """A task head with labels compiles to a single graph."""
     model = make_model(model_class, num_labels=3, classifier_pooling="mean")
     ids, mask = random_batch([12, 7])
     batch = {"attention_mask": mask, "labels": torch.where(mask == 1, ids % 3, -100)}
@@ -119,10 +135,11 @@ def test_compiled_heads(model_class):
 
 
 # ------------------------------------------------------------------------------------------------
-# export
+# Export
 
 
-BATCH, LENGTH = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=128)
+BATCH = torch.export.Dim("batch", min=1, max=64)
+LENGTH = torch.export.Dim("length", min=2, max=128)
 DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: LENGTH}}
 
 
@@ -130,13 +147,15 @@ DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: L
     "model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification)
 )
 def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
-    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger
-    # than a slice of the CPU.
+    """An exported program accepts batches of other sizes and lengths than its example."""
+    # The example has 24 tokens, and the last batch has more tokens than a slice of the feed-forward
+    # layer on the CPU. The program must not depend on the number of slices of the example.
     monkeypatch.setattr(attention_neobert, "CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
     inputs = {"input_ids": ids, "attention_mask": mask}
     program = torch.export.export(model, (), inputs, dynamic_shapes=DYNAMIC).module()
+
     for lengths in ([12, 7], [5], [31, 2, 17, 30]):
         ids, mask = random_batch(lengths)
         rows = mask.any(dim=1) if model_class is NeoBERTForSequenceClassification else mask
@@ -144,28 +163,35 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# checkpointing
+# Gradient checkpointing
 
 
 @pytest.mark.parametrize("packed", (True, False))
 @pytest.mark.parametrize("use_reentrant", (True, False))
 def test_gradient_checkpointing(use_reentrant, packed):
-    """Every block's forward runs once more in the backward pass, and the gradients are the same."""
+    """Gradient checkpointing does not change the gradients.
+
+    Every block runs a second time in the backward pass.
+    """
     ids, mask = random_batch([12, 7])
     labels = torch.where(mask == 1, ids, -100)
-    gradients, runs = [], []
+    gradients = []
+    counts = []
+
     for checkpointing in (False, True):
-        model, calls = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train(), []
+        model = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train()
+        calls = []
         if checkpointing:
-            # transformers 5.24 deprecates the older name.
-            old = model.gradient_checkpointing_enable
-            enable = getattr(model, "activation_checkpointing_enable", old)
+            # transformers 5.24 renamed the method and deprecates the older name.
+            older_method = model.gradient_checkpointing_enable
+            enable = getattr(model, "activation_checkpointing_enable", older_method)
             enable({"use_reentrant": use_reentrant})
         for block in model.model.transformer_encoder:
             block.ffn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         model(ids, attention_mask=mask, labels=labels).loss.backward()
-        runs.append(len(calls))
+        counts.append(len(calls))
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert runs == [3, 6]
+
+    assert counts == [3, 6]
     for name, gradient in gradients[1].items():
         assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")

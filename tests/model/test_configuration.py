@@ -1,7 +1,7 @@
 """Test the effect of each configuration field.
 
-Covers the published defaults, aliases, every dropout, learned positions and RoPE settings in any
-order.
+Covers the published defaults, aliases and their precedence, every dropout, learned positions and
+RoPE settings.
 """
 
 import json
@@ -36,14 +36,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_defaults_are_the_published_model():
-    """config.json of the repository, and the published one's fields of the golden folder by their
-    meaning."""
+    """The defaults equal config.json of this repository, and the published model.
+
+    The published configuration has other field names, so its values are written out here.
+    """
     config = NeoBERTConfig()
-    written = json.loads((ROOT / "config.json").read_text())
+    repository_config = json.loads((ROOT / "config.json").read_text())
     defaults = config.to_dict()
-    for name, value in written.items():
+    for name, value in repository_config.items():
         if name not in ("architectures", "transformers_version", "dtype", "torch_dtype"):
             assert defaults.get(name) == value
+
     published = {"hidden_size": 768, "num_hidden_layers": 28, "num_attention_heads": 12}
     published |= {"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 4096}
     published |= {"ffn_inner_size": 2048, "head_dim": 64}
@@ -62,7 +65,7 @@ SIZES = [(3072, 2048), (13, 8), (12, 8), (15, 16), (96, 64), (100, 72), (512, 34
 
 @pytest.mark.parametrize("intermediate_size, inner", SIZES)
 def test_the_swiglu_width(intermediate_size, inner):
-    """8 * ceil(int(2 n / 3) / 8)."""
+    """The inner size of SwiGLU is 8 * ceil(int(2 * intermediate_size / 3) / 8)."""
     fields = {**FIELDS, "intermediate_size": intermediate_size}
     assert NeoBERTConfig(**fields).ffn_inner_size == inner
 
@@ -90,12 +93,14 @@ PRECEDENCE = (
 
 @pytest.mark.parametrize("fields, name, value", PRECEDENCE)
 def test_which_of_two_names_wins(fields, name, value):
+    """If a field is passed under two names, the current name takes precedence over the alias."""
     sizes = {key: size for key, size in FIELDS.items() if key != "max_position_embeddings"}
     assert getattr(NeoBERTConfig(**sizes, **fields), name) == value
 
 
 @pytest.mark.parametrize("rope_type", ("linear", "dynamic", "yarn"))
 def test_setting_theta_keeps_the_scaling(rope_type):
+    """Setting `rope_theta` keeps the scaling, and removing the scaling keeps `rope_theta`."""
     config = NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": rope_type, "factor": 4.0})
     before = dict(config.rope_parameters)
     config.rope_theta = 500.0
@@ -105,8 +110,10 @@ def test_setting_theta_keeps_the_scaling(rope_type):
 
 
 def test_the_view_of_the_scaling():
-    """As transformers 4 writes it: without theta, and with one name for the type, of which
-    `rope_type` wins."""
+    """`rope_scaling` has the form of transformers 4, without `rope_theta`.
+
+    `rope_type` takes precedence over the older name `type`.
+    """
     scaling = {"type": "linear", "rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.5}
     config = NeoBERTConfig(rope_scaling=scaling)
     expected = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
@@ -115,11 +122,13 @@ def test_the_view_of_the_scaling():
 
 
 def test_a_max_length_of_zero_is_refused():
+    """A `max_length` of 0, the alias of `max_position_embeddings`, raises an error."""
     with pytest.raises(ValueError, match="`max_position_embeddings` must be .*, got 0"):
         NeoBERTConfig(max_length=0)
 
 
 def test_yarn_that_extends_to_less_than_the_context():
+    """The context length is never below `max_position_embeddings`, even if YaRN extends to less."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
     assert NeoBERTConfig(max_position_embeddings=8192, rope_scaling=yarn).context_length == 8192
     assert NeoBERTConfig(max_position_embeddings=1024, rope_scaling=yarn).context_length == 2048
@@ -127,6 +136,7 @@ def test_yarn_that_extends_to_less_than_the_context():
 
 @pytest.mark.parametrize("factor", (1.0, 1))
 def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
+    """A RoPE factor of 1 is allowed; smaller, huge and non-numeric factors raise an error."""
     NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": factor})
     for bad in (0.99, 0, -2.0, 1e308, True, "2"):
         with pytest.raises(ValueError, match="`factor` must be a number from 1 to 1,000,000"):
@@ -134,79 +144,99 @@ def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
 
 
 # ------------------------------------------------------------------------------------------------
-# each dropout
+# Dropout
 
 
-def zeroed(module):
-    """Share of zeros in what a module returns while the model runs."""
-    shares = []
-    module.register_forward_hook(lambda module, args, out: shares.append((out == 0).float().mean()))
-    return shares
+def record_zeros(module):
+    """Return a list to which each call of a module appends the fraction of zeros in its output."""
+    fractions = []
+    module.register_forward_hook(
+        lambda module, args, out: fractions.append((out == 0).float().mean())
+    )
+    return fractions
 
 
 @pytest.mark.parametrize("calls", (1, 2))
 def test_hidden_dropout_acts_where_it_should(calls):
-    """On the embedding, once; after attention and after the feed-forward: each drops its share."""
+    """Hidden dropout is applied once to the embedding and twice per block.
+
+    In a block it follows the attention and the feed-forward.
+    """
     model = make_model(NeoBERTModel, hidden_dropout=0.4).train()
     blocks = [block.dropout for block in model.transformer_encoder]
-    seen = [zeroed(module) for module in ([model.embedding_dropout] if calls == 1 else blocks)]
+    zeros_per_module = [
+        record_zeros(module) for module in ([model.embedding_dropout] if calls == 1 else blocks)
+    ]
     model(random_batch([60, 60])[0])
-    for shares in seen:
-        assert len(shares) == calls and all(abs(share - 0.4) < 0.04 for share in shares)
+    for fractions in zeros_per_module:
+        assert len(fractions) == calls and all(abs(fraction - 0.4) < 0.04 for fraction in fractions)
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))
 @torch.no_grad()
 def test_attention_dropout_drops_weights(implementation):
-    """Values of one: without dropout every output is 1, with it the kept weights are scaled by 1 /
-    (1 - p)."""
+    """Attention dropout drops attention weights, and scales the others by 1 / (1 - p).
+
+    All values are one, so without dropout every output is 1.
+    """
     model = make_model(NeoBERTModel, attn_implementation=implementation, attention_dropout=0.5)
-    block, seen = model.transformer_encoder[0], []
+    block = model.transformer_encoder[0]
+    outputs = []
     inner = block.wo.forward
-    block.wo.forward = lambda x: (seen.append(x), inner(x))[1]
+    block.wo.forward = lambda x: (outputs.append(x), inner(x))[1]
     block.qkv.weight.view(4, 3, 16, 64)[:, 2] = 0
     block.qkv.bias = nn.Parameter(torch.zeros(192))
     block.qkv.bias.view(4, 3, 16)[:, 2] = 1
+
     model.train()(random_batch([100])[0])
-    sums = seen[0].view(100, 4, 16)[..., 0]
+    sums = outputs[0].view(100, 4, 16)[..., 0]
     assert (sums - 1).abs().max() > 0.05 and abs(sums.mean().item() - 1) < 0.05
     model.eval()(random_batch([100])[0])
-    assert (seen[1] - 1).abs().max() < 1e-5
+    assert (outputs[1] - 1).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForMultipleChoice)
 )
 def test_both_dropouts_of_a_pooled_head(model_class):
+    """The pooled heads apply dropout twice: before `dense` and before `classifier`."""
     model = make_model(model_class, classifier_dropout=0.4, num_labels=3).train()
-    shares = zeroed(model.dropout)
+    fractions = record_zeros(model.dropout)
     ids = random_batch([8] * 40)[0]
     model(ids if model_class is NeoBERTForSequenceClassification else ids.view(20, 2, 8))
-    assert len(shares) == 2 and all(abs(share - 0.4) < 0.05 for share in shares)
+    assert len(fractions) == 2 and all(abs(fraction - 0.4) < 0.05 for fraction in fractions)
 
 
 def test_the_dropout_of_a_token_head():
+    """The token classifier applies dropout once."""
     model = make_model(NeoBERTForTokenClassification, classifier_dropout=0.4, num_labels=3).train()
-    shares = zeroed(model.dropout)
+    fractions = record_zeros(model.dropout)
     model(random_batch([30] * 10)[0])
-    assert len(shares) == 1 and abs(shares[0] - 0.4) < 0.05
+    assert len(fractions) == 1 and abs(fractions[0] - 0.4) < 0.05
 
 
 # ------------------------------------------------------------------------------------------------
-# positions
+# Positions and outputs
 
 
 @torch.no_grad()
 def test_learned_positions_at_their_last_row():
-    """Row 0 is padding, so max_position_embeddings + 1 rows: 128 positions fit, the 129th does
-    not."""
+    """128 learned positions can be used, and a text of 129 tokens raises an error.
+
+    The embedding has `max_position_embeddings` + 1 rows, because row 0 is for padding.
+    """
     model = make_model(NeoBERTModel, **LEARNED)
     assert model.positional_embedding.weight.shape[0] == 129
     ids, _ = random_batch([128])
     assert_same(model(ids)[0][0], last_states(model, ids[0]))
     last = torch.tensor([127])
     alone = model(ids[:, :1], position_ids=last)[0][0]
-    assert_same(alone, reference_states(model, ids[0, :1], last)[0][-1], what="the last position")
+    assert_same(
+        alone,
+        reference_states(model, ids[0, :1], last)[0][-1],
+        what="output at the last position",
+    )
+
     with pytest.raises(ValueError, match="at most 128, the number of learned positions, got 129"):
         model(random_batch([129])[0])
 
@@ -214,7 +244,7 @@ def test_learned_positions_at_their_last_row():
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 @torch.no_grad()
 def test_padding_beyond_the_learned_positions(unpad_inputs):
-    """A row of 200 whose text has 100 tokens fits into 128 positions."""
+    """The limit of learned positions applies to the texts, not to the padded length of the rows."""
     model = make_model(NeoBERTModel, unpad_inputs=unpad_inputs, **LEARNED)
     ids, mask = random_batch([100, 128], length=200)
     hidden = model(ids, attention_mask=mask).last_hidden_state
@@ -223,15 +253,17 @@ def test_padding_beyond_the_learned_positions(unpad_inputs):
 
 @torch.no_grad()
 def test_multiple_choice_uses_position_ids():
+    """Multiple choice uses the positions of each candidate."""
     model = make_model(NeoBERTForMultipleChoice)
     ids, _ = random_batch([8, 8])
     positions = torch.stack((torch.arange(8) * 5, torch.arange(8).flip(0)))[None]
     logits = model(ids[None], position_ids=positions).logits[0]
-    dense, classifier = model.dense.double(), model.classifier.double()
+    dense = model.dense.double()
+    classifier = model.classifier.double()
     for choice in range(2):
         hidden = reference_states(model, ids[choice], positions[0, choice])[0][-1][0]
         expected = classifier(torch.tanh(dense(hidden)))
-        assert_same(logits[choice], expected[0], 2e-5, f"candidate {choice}")
+        assert_same(logits[choice], expected[0], 2e-5, f"logit of candidate {choice}")
 
 
 HEADS = (
@@ -247,28 +279,37 @@ HEADS = (
 @pytest.mark.parametrize("by_config", (True, False))
 @torch.no_grad()
 def test_every_head_returns_states_and_weights(model_class, by_config):
-    """In the shape of the padded batch."""
+    """Every head returns hidden states and attention weights in the shape of the padded batch.
+
+    They are requested by arguments or by the configuration.
+    """
     model = make_model(model_class, num_labels=3, attn_implementation="eager")
     ids, mask = random_batch([9, 5])
     states, weights = reference_states(model, ids[1, :5])
     if model_class is NeoBERTForMultipleChoice:
-        ids, mask = ids[None], mask[None]
-    wanted = {"output_hidden_states": True, "output_attentions": True}
+        ids = ids[None]
+        mask = mask[None]
+
+    options = {"output_hidden_states": True, "output_attentions": True}
     if by_config:
-        for name in wanted:
+        for name in options:
             setattr(model.config, name, True)
-    out = model(ids, attention_mask=mask, **({} if by_config else wanted))
-    assert len(out.hidden_states) == 4 and len(out.attentions) == 3
-    for actual, expected in zip(out.hidden_states, states):
+    outputs = model(ids, attention_mask=mask, **({} if by_config else options))
+
+    assert len(outputs.hidden_states) == 4 and len(outputs.attentions) == 3
+    for actual, expected in zip(outputs.hidden_states, states):
         assert actual.shape == (2, 9, 64)
         assert_same(actual[1, :5], expected)
-    assert out.attentions[0].shape == (2, 4, 9, 9)
-    assert_same(out.attentions[2][1, :, :5, :5], weights[2], what="weights")
+    assert outputs.attentions[0].shape == (2, 4, 9, 9)
+    assert_same(outputs.attentions[2][1, :, :5, :5], weights[2], what="attention weights")
 
 
 @torch.no_grad()
 def test_norms_in_low_precision_without_gradients_are_those_with():
-    """The form of the CPU without gradients rounds once, like torch's own."""
+    """RMSNorm in bfloat16 gives the same bits with and without gradients.
+
+    Without gradients, the CPU uses another implementation, which also rounds only once.
+    """
     norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)
     x = (torch.randn(3, 300, 64) * 3 + 0.5).to(torch.bfloat16)
     with torch.enable_grad():

@@ -1,7 +1,7 @@
 """Test rare inputs that usual batches do not cover.
 
-Covers strides, dtypes, four-dimensional masks, rows of padding, learned positions, and rare
-arguments of the heads.
+Covers strides, dtypes, four-dimensional masks, rows that are all padding, learned positions, rare
+arguments of the heads, fake and meta tensors, and names of BERT's configuration.
 """
 
 import pytest
@@ -26,12 +26,14 @@ from neobert import modeling_neobert as modeling
 
 
 # ------------------------------------------------------------------------------------------------
-# numbers
+# Numerics
 
 
 @torch.no_grad()
 def test_embeddings_of_other_strides():
-    model, embeds = make_model(NeoBERTModel), torch.randn(9, 2, 64).transpose(0, 1)
+    """`inputs_embeds` may be a view that is not contiguous."""
+    model = make_model(NeoBERTModel)
+    embeds = torch.randn(9, 2, 64).transpose(0, 1)
     expected = model(inputs_embeds=embeds.contiguous())[0]
     assert_same(model(inputs_embeds=embeds)[0], expected, 1e-6)
 
@@ -39,11 +41,14 @@ def test_embeddings_of_other_strides():
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, LEARNED], ids=["rms", "layer"])
 def test_the_epsilon_of_the_norms(fields):
-    model, ids = make_model(NeoBERTModel, norm_eps=0.5, **fields), random_batch([9])[0]
+    """`norm_eps` is used by both types of norms."""
+    model = make_model(NeoBERTModel, norm_eps=0.5, **fields)
+    ids = random_batch([9])[0]
     assert_same(model(ids)[0][0], last_states(model, ids[0]))
 
 
 def test_eager_takes_its_softmax_in_float32():
+    """The eager function computes its softmax in float32, also for bfloat16 inputs."""
     query, key, value = (torch.randn(1, 2, 300, 16).to(torch.bfloat16) for _ in range(3))
     weights = modeling.eager_attention_forward(nn.Module().eval(), query, key, value, None)[1]
     scores = query @ key.transpose(-1, -2) * 0.25
@@ -52,25 +57,32 @@ def test_eager_takes_its_softmax_in_float32():
 
 @torch.no_grad()
 def test_positions_of_zeros_are_not_texts_of_one_token():
-    model, ids = make_model(NeoBERTModel), random_batch([9])[0]
+    """Positions that are all zero do not identify a packed batch of one-token texts.
+
+    The result for one row, which could be a packed batch, equals that for two rows, which cannot.
+    """
+    model = make_model(NeoBERTModel)
+    ids = random_batch([9])[0]
     alone = model(ids, position_ids=torch.zeros(1, 9, dtype=torch.long))[0]
     twice = model(ids.repeat(2, 1), position_ids=torch.zeros(2, 9, dtype=torch.long))[0]
     assert_same(alone[0], twice[0])
 
 
 def test_the_longest_of_positions_that_restart():
+    """Positions that restart give the lengths and the maximum length of a packed batch."""
     positions = torch.cat((torch.arange(4), torch.arange(6)))[None]
     packing = modeling.Packing.from_caller(torch.Size((1, 10)), None, positions, {})
     assert packing.max_length == 6 and packing.lengths == [4, 6]
 
 
 # ------------------------------------------------------------------------------------------------
-# rows of padding
+# Rows that are all padding, and layers that record their outputs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_a_row_of_padding_is_pooled_to_zero(pooling):
+    """A row that is all padding is pooled to zeros, with and without packing."""
     ids, mask = random_batch([9, 5, 7])
     mask[1] = 0
     fields = {"num_labels": 3, "classifier_pooling": pooling}
@@ -82,81 +94,107 @@ def test_a_row_of_padding_is_pooled_to_zero(pooling):
 
 
 def test_the_padding_position_has_no_gradient():
+    """The learned position of padding, row 0, gets no gradient, but those of tokens do."""
     model = make_model(NeoBERTModel, unpad_inputs=False, **LEARNED)
     ids, mask = random_batch([9, 5])
     model(ids, attention_mask=mask)[0].square().sum().backward()
-    rows = model.positional_embedding.weight.grad.abs().sum(dim=1)
-    assert rows[0] == 0 and (rows[1:10] > 0).all()
+    gradients = model.positional_embedding.weight.grad.abs().sum(dim=1)
+    assert gradients[0] == 0 and (gradients[1:10] > 0).all()
 
 
 @torch.no_grad()
 def test_a_layer_that_records_its_output_keeps_it():
-    """RoPE turns queries and keys in place on the CPU, and the feed-forward runs in pieces, only
-    where nobody looks."""
-    model, ids, seen = make_model(NeoBERTModel), random_batch([1100])[0], []
+    """Outputs that a patched layer records are not overwritten, and are not split into slices.
+
+    On the CPU, RoPE rotates queries and keys in place and the feed-forward computes in slices, but
+    only if no hook or patch can observe the layer.
+    """
+    model = make_model(NeoBERTModel)
+    ids = random_batch([1100])[0]
+    recorded = []
     for block in model.transformer_encoder:
         for layer in (block.qkv, block.ffn.w12):
 
-            def note(x, forward=layer.forward):
-                seen.append((output := forward(x), output.clone()))
+            def forward_and_record(x, forward=layer.forward):
+                recorded.append((output := forward(x), output.clone()))
                 return output
 
-            layer.forward = note
+            layer.forward = forward_and_record
     model(ids)
-    assert len(seen) == 6, "a layer ran in pieces"
-    assert all(torch.equal(output, kept) for output, kept in seen)
+    assert len(recorded) == 6, "A layer computed its output in slices."
+    assert all(torch.equal(output, copy) for output, copy in recorded)
 
 
-# --------------------------------------------------------------------------------------------
-# learned positions, 4-D masks
+# ------------------------------------------------------------------------------------------------
+# Learned positions and four-dimensional masks
 
 
 @torch.no_grad()
 def test_what_counts_as_padding_for_learned_positions():
-    """The 2-D mask where there is one, else the padding token, whatever the other texts of the
-    batch."""
+    """Learned positions skip padding: zeros of a 2-D mask, or else padding tokens.
+
+    The positions of a text do not depend on the other texts of the batch.
+    """
     model = make_model(NeoBERTModel, **LEARNED)
     ids = torch.tensor([[5, 0, 7, 8], [5, 6, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    together, alone = model(ids, attention_mask=mask)[0], model(ids[:1], attention_mask=mask[:1])[0]
-    assert_same(alone[0], together[0], what="[PAD] in a text")
-    left, mask = torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]])
+    together = model(ids, attention_mask=mask)[0]
+    alone = model(ids[:1], attention_mask=mask[:1])[0]
+    assert_same(alone[0], together[0], what="output of a text that contains [PAD]")
+
+    left = torch.tensor([[0, 0, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1]])
     dense = model(left, attention_mask=mask[:, None, None].bool())[0]
     assert_same(dense[0, 2:], model(left, attention_mask=mask)[0][0, 2:])
 
 
 @torch.no_grad()
 def test_inputs_of_learned_positions():
-    model, (ids, _) = make_model(NeoBERTModel, **LEARNED), random_batch([9, 9])
+    """Learned positions work with `inputs_embeds`, 4-D masks, and without a padding token."""
+    model = make_model(NeoBERTModel, **LEARNED)
+    ids, _ = random_batch([9, 9])
     expected = model(ids)[0]
     assert_same(model(inputs_embeds=model.encoder(ids))[0], expected, 1e-6)
     assert_same(model(ids, attention_mask=torch.ones(2, 1, 9, 9))[0], expected)
     model = make_model(NeoBERTModel, pad_token_id=None, **LEARNED)
-    assert_same(model(ids)[0][0], last_states(model, ids[0]), what="no padding token")
+    assert_same(model(ids)[0][0], last_states(model, ids[0]), what="output without a padding token")
 
 
 @torch.no_grad()
 def test_heads_under_a_mask_of_four_dimensions():
-    ids, mask = random_batch([9, 9])[0], torch.ones(2, 1, 9, 9)
+    """The heads accept a 4-D mask of ones, which changes no result."""
+    ids = random_batch([9, 9])[0]
+    mask = torch.ones(2, 1, 9, 9)
     for pooling in ("cls", "mean"):
         model = make_model(NeoBERTForSequenceClassification, classifier_pooling=pooling)
-        assert_same(model(ids, attention_mask=mask).logits, model(ids).logits, what=pooling)
-    answers, words = make_model(NeoBERTForQuestionAnswering), make_model(NeoBERTForMaskedLM)
-    assert_same(answers(ids, attention_mask=mask).start_logits, answers(ids).start_logits)
-    assert_same(words(ids, attention_mask=mask, labels=ids).loss, words(ids, labels=ids).loss)
+        assert_same(
+            model(ids, attention_mask=mask).logits, model(ids).logits, what=f"{pooling} logits"
+        )
+
+    qa_model = make_model(NeoBERTForQuestionAnswering)
+    masked_lm = make_model(NeoBERTForMaskedLM)
+    assert_same(qa_model(ids, attention_mask=mask).start_logits, qa_model(ids).start_logits)
+    assert_same(
+        masked_lm(ids, attention_mask=mask, labels=ids).loss, masked_lm(ids, labels=ids).loss
+    )
 
 
 @torch.no_grad()
 def test_one_mask_of_four_dimensions_for_all_rows():
-    model, steps = make_model(NeoBERTModel), torch.arange(9)
-    ids, near = random_batch([9, 9])[0], ((steps[:, None] - steps).abs() <= 2)[None, None]
+    """A 4-D mask of batch size 1 applies to all rows."""
+    model = make_model(NeoBERTModel)
+    steps = torch.arange(9)
+    ids = random_batch([9, 9])[0]
+    near = ((steps[:, None] - steps).abs() <= 2)[None, None]
     expected = model(ids, attention_mask=near.expand(2, 1, 9, 9))[0]
     assert_same(model(ids, attention_mask=near)[0], expected, 1e-6)
 
 
 @torch.no_grad()
 def test_one_row_of_a_mask_for_all_rows():
-    ids, row = random_batch([9, 9])[0], torch.tensor([[1] * 6 + [0] * 3])
+    """A 2-D mask of batch size 1 applies to all rows."""
+    ids = random_batch([9, 9])[0]
+    row = torch.tensor([[1] * 6 + [0] * 3])
     for head in (NeoBERTModel, NeoBERTForSequenceClassification, NeoBERTForQuestionAnswering):
         for unpad in (True, False):
             model = make_model(head, unpad_inputs=unpad)
@@ -166,57 +204,72 @@ def test_one_row_of_a_mask_for_all_rows():
 
 @torch.no_grad()
 def test_an_additive_mask_for_a_function_of_additive_masks():
+    """An additive 4-D mask is passed unchanged to a registered function that takes such masks."""
     AttentionInterface.register("additive_here", modeling.eager_attention_forward)
     AttentionMaskInterface.register("additive_here", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    model, ids = make_model(NeoBERTModel), random_batch([8])[0]
+    model = make_model(NeoBERTModel)
+    ids = random_batch([8])[0]
     mask = torch.zeros(1, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(3).bool(), -1e9)
     expected = model(ids, attention_mask=mask)[0]
     model.config._attn_implementation = "additive_here"
-    assert_same(model(ids, attention_mask=mask)[0], expected, what="handed on as it is")
+    assert_same(model(ids, attention_mask=mask)[0], expected, what="output with an additive mask")
 
 
 def test_a_mask_function_may_not_leave_its_mask_out():
-    seen, config, hidden = {}, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64)
+    """A registered mask function is called with arguments that forbid it to skip the mask."""
+    call = {}
+    config = NeoBERTConfig(**FIELDS)
+    hidden = torch.zeros(2, 9, 64)
     attention_neobert._registered_mask(
-        lambda **arguments: seen.update(arguments), None, None, config, hidden
+        lambda **arguments: call.update(arguments), None, None, config, hidden
     )
-    assert seen["allow_is_causal_skip"] is seen["allow_is_bidirectional_skip"] is False
+    assert call["allow_is_causal_skip"] is call["allow_is_bidirectional_skip"] is False
 
 
 # ------------------------------------------------------------------------------------------------
-# labels and outputs
+# Labels and outputs
 
 
 @torch.no_grad()
 def test_labels_of_int32():
-    ids, place = random_batch([9])[0], torch.tensor([3])
-    answers, words = make_model(NeoBERTForQuestionAnswering), make_model(NeoBERTForMaskedLM)
-    short, long = ({"start_positions": p, "end_positions": p} for p in (place.int(), place))
-    assert torch.equal(answers(ids, **short).loss, answers(ids, **long).loss)
-    assert torch.equal(words(ids, labels=ids.int()).loss, words(ids, labels=ids).loss)
+    """Labels of type int32 give the same losses as int64."""
+    ids = random_batch([9])[0]
+    position = torch.tensor([3])
+    qa_model = make_model(NeoBERTForQuestionAnswering)
+    masked_lm = make_model(NeoBERTForMaskedLM)
+    short, long = ({"start_positions": p, "end_positions": p} for p in (position.int(), position))
+    assert torch.equal(qa_model(ids, **short).loss, qa_model(ids, **long).loss)
+    assert torch.equal(masked_lm(ids, labels=ids.int()).loss, masked_lm(ids, labels=ids).loss)
 
 
 def test_labels_of_the_wrong_kind():
+    """Boolean labels and multi-label values outside of [0, 1] raise errors."""
     ids = random_batch([9])[0]
     with pytest.raises(ValueError, match="integers.*bool"):
         make_model(NeoBERTForMaskedLM)(ids, labels=ids > 0)
-    several = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    fields = {"num_labels": 3, "problem_type": "multi_label_classification"}
     with pytest.raises(ValueError, match="between 0 and 1 .*, got values from -1.0 to 1.0"):
-        make_model(NeoBERTForSequenceClassification, **several)(
+        make_model(NeoBERTForSequenceClassification, **fields)(
             ids, labels=torch.tensor([[0.0, 1.0, -1.0]])
         )
 
 
 @torch.no_grad()
 def test_a_configuration_that_asks_for_tuples():
+    """With `return_dict=False` in the configuration, the outputs are a tuple."""
     outputs = make_model(NeoBERTForMaskedLM, return_dict=False)(random_batch([9])[0])
     assert isinstance(outputs, tuple) and outputs[0].shape == (1, 9, 200)
 
 
 @torch.no_grad()
 def test_compiled_sparse_prediction_has_logits_of_one_shape():
+    """A compiled model with `sparse_prediction` returns the logits of all tokens.
+
+    The number of labeled tokens depends on values, so their logits would have no static shape.
+    """
     torch.compiler.reset()
-    model, ids = make_model(NeoBERTForMaskedLM, sparse_prediction=True), random_batch([9])[0]
+    model = make_model(NeoBERTForMaskedLM, sparse_prediction=True)
+    ids = random_batch([9])[0]
     labels = ids.masked_fill(ids % 2 == 0, -100)
     outputs = torch.compile(model, backend="eager", fullgraph=True)(ids, labels=labels)
     assert_same(outputs.loss, model(ids, labels=labels).loss)
@@ -227,31 +280,38 @@ def test_compiled_sparse_prediction_has_logits_of_one_shape():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("unpad", [True, False])
 def test_scores_of_answers_stay_finite(dtype, unpad):
-    """Their sums, a smoothed loss, and a distillation at a low temperature; and padding has no
-    chance."""
+    """The logits of padding are finite in every use, and their probability is 0.
+
+    Sums of logits in float16, a smoothed loss, and distillation at a low temperature would not be
+    finite with logits of -inf or the minimum of the dtype.
+    """
     model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad).to(dtype)
     ids, mask = random_batch([9, 5])
     logits = model(ids, attention_mask=mask).start_logits
     assert (logits + logits).half().isfinite().all()
-    logits, labels = logits.float(), torch.tensor([1, 1])
+
+    logits = logits.float()
+    labels = torch.tensor([1, 1])
     assert nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).isfinite()
-    cold = (logits / 0.5).log_softmax(-1)
-    assert nn.functional.kl_div(cold, cold.exp(), reduction="batchmean").isfinite()
+    sharpened = (logits / 0.5).log_softmax(-1)
+    assert nn.functional.kl_div(sharpened, sharpened.exp(), reduction="batchmean").isfinite()
     assert (logits.softmax(-1)[mask == 0] == 0).all()
 
 
 # ------------------------------------------------------------------------------------------------
-# checks
+# Replaced modules, other devices, subclasses and the configuration
 
 
 @torch.no_grad()
 def test_ids_of_a_larger_embedding():
+    """The check of input IDs uses the size of the current embedding, not `vocab_size`."""
     model = make_model(NeoBERTModel)
     model.set_input_embeddings(nn.Embedding(300, 64))
     assert model(torch.full((1, 4), 299))[0].isfinite().all()
 
 
 def test_dynamic_rope_on_the_meta_device():
+    """Dynamic RoPE, which depends on the longest text, runs on the meta device without values."""
     rope = {"rope_type": "dynamic", "factor": 2.0}
     with torch.device("meta"):
         model = NeoBERTModel(NeoBERTConfig(**FIELDS, rope_scaling=rope))
@@ -260,6 +320,8 @@ def test_dynamic_rope_on_the_meta_device():
 
 
 def test_a_hook_without_a_module_of_its_own():
+    """A hook whose `__module__` is None counts as a hook of the user."""
+
     def hook(*args):
         pass
 
@@ -268,10 +330,12 @@ def test_a_hook_without_a_module_of_its_own():
 
 
 def test_blocks_are_not_split_between_devices():
+    """Loaders with a device map must keep each block on a single device."""
     assert "NeoBERTBlock" in make_model(NeoBERTModel)._no_split_modules
 
 
 def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
+    """torch's variable-length kernel supports a head dimension of 256, the maximum."""
     monkeypatch.setattr(attention_neobert, "varlen_attn", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 512, "num_attention_heads": 2})
@@ -280,7 +344,7 @@ def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
 
 
 class _OwnModules(modeling.NeoBERTPreTrainedModel):
-    """What a user builds on the backbone."""
+    """Model of a user with further modules next to the backbone."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -292,14 +356,17 @@ class _OwnModules(modeling.NeoBERTPreTrainedModel):
 
 
 def test_modules_of_a_subclass_are_initialized(tmp_path):
-    """transformers 5 loads on the meta device: what nobody initializes is whatever the memory
-    held."""
+    """The further modules of a user's subclass are initialized when it is loaded.
+
+    transformers 5 loads on the meta device, so a module without initialization would have the
+    previous contents of the memory, which the test fills with 7.
+    """
     make_model(NeoBERTModel).save_pretrained(tmp_path)
     filled = [torch.full((1536,), 7.0) for _ in range(50)]
     del filled
     model = _OwnModules.from_pretrained(tmp_path)
     assert 0.005 < model.convolution.weight.std() < 0.2 and model.convolution.weight.abs().max() < 1
-    # Before 5.1 recurrent layers and running statistics are left to their modules.
+    # Before 5.1, transformers does not initialize recurrent layers and running statistics.
     if not transformers.__version__.startswith(("4.", "5.0")):
         assert model.lstm.weight_hh_l0.abs().max() < 1
         assert (model.norm.running_mean == 0).all() and (model.norm.running_var == 1).all()
@@ -307,14 +374,15 @@ def test_modules_of_a_subclass_are_initialized(tmp_path):
 
 @torch.no_grad()
 def test_fake_tensors():
+    """The model runs on fake tensors, which have no values, with a mask or with positions."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=2)
     ids, mask = random_batch([9, 5])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
-        outputs = model(**{name: mode.from_tensor(x) for name, x in fake.items()})
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+        outputs = model(**{name: mode.from_tensor(x) for name, x in inputs.items()})
         positions = mode.from_tensor(torch.arange(9)[None])
-        packed = model(mode.from_tensor(ids[:1]), position_ids=positions)
-    assert outputs.logits.shape == (2, 2) and packed.logits.shape == (1, 2)
+        with_positions = model(mode.from_tensor(ids[:1]), position_ids=positions)
+    assert outputs.logits.shape == (2, 2) and with_positions.logits.shape == (1, 2)
 
 
 @torch.no_grad()
@@ -322,17 +390,31 @@ def test_fake_tensors():
     "name", ["layer_norm", "transformer_encoder.0.ffn_norm", "transformer_encoder.1.qkv"]
 )
 def test_an_ensemble_over_one_weight(name):
-    model, ids = make_model(NeoBERTModel), random_batch([9])[0]
+    """`torch.func.vmap` over values of a weight gives the outputs of each value.
+
+    The slices and in-place operations of CPU inference do not support torch.func.
+    """
+    model = make_model(NeoBERTModel)
+    ids = random_batch([9])[0]
     weight = model.get_parameter(f"{name}.weight")
 
     def run(weight):
         return functional_call(model, {f"{name}.weight": weight}, kwargs={"input_ids": ids})[0]
 
     both = torch.stack([weight, 2 * weight])
-    assert_same(vmap(run)(both), torch.stack([run(weight) for weight in both]), what=name)
+    assert_same(
+        vmap(run)(both),
+        torch.stack([run(weight) for weight in both]),
+        what=f"output for two values of {name}",
+    )
 
 
 def test_configurations_compare_and_copy():
+    """Configurations compare by their fields, and `to_dict` returns a copy.
+
+    transformers 5 makes configurations dataclasses, whose generated comparison would ignore the
+    fields of NeoBERTConfig.
+    """
     config = NeoBERTConfig(**FIELDS)
     assert config == NeoBERTConfig(**FIELDS) != NeoBERTConfig(**FIELDS, rope_theta=5.0)
     assert config != "neobert" and config != None  # noqa: E711
@@ -341,6 +423,7 @@ def test_configurations_compare_and_copy():
 
 
 def test_berts_names_of_settings(tmp_path):
+    """BERT's names of fields can be read, passed and overridden, but are not saved."""
     names = {
         "hidden_dropout_prob": "hidden_dropout",
         "attention_probs_dropout_prob": "attention_dropout",
@@ -351,7 +434,8 @@ def test_berts_names_of_settings(tmp_path):
     config = NeoBERTConfig(**FIELDS, **fields)
     for name, value in fields.items():
         assert getattr(config, name) == getattr(config, names[name]) == value
-    assert not set(fields) & set(config.to_dict()), "one name for one setting in config.json"
+    assert not set(fields) & set(config.to_dict()), "config.json must have one name per field."
+
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
     assert NeoBERTConfig.from_pretrained(tmp_path, **fields) == config
     assert config.bos_token_id is config.eos_token_id is None

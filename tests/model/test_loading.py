@@ -1,11 +1,11 @@
 """Test loading and saving.
 
-Covers round trips with the code next to the weights, remote code, folders of the other major
-version of transformers, initialization of missing weights, tying, resizing, pickling, device maps
-and dtypes.
+Covers round trips with the code next to the weights, remote code, directories written by the other
+major version of transformers, initialization of missing weights, tied weights, resized embeddings,
+device maps and offloading.
 
-NEOBERT_EXCHANGE names a directory in which runs with different versions of transformers exchange
-models.
+The environment variable NEOBERT_EXCHANGE names a directory in which runs with different versions of
+transformers exchange models.
 """
 
 import filecmp
@@ -52,33 +52,38 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 @pytest.fixture
 def remote(monkeypatch, tmp_path):
-    """Remote code in a cache of its own; what it imports is forgotten afterwards."""
+    """Yield loading options for remote code, with an empty cache of its modules.
+
+    Modules that remote code imports are removed after the test.
+    """
     modules = str(tmp_path / "hf_modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.setattr("transformers.utils.hub.HF_MODULES_CACHE", modules, raising=False)
     path = list(sys.path)
 
-    def take_out():
+    def remove_modules():
         names = [name for name in sys.modules if name.startswith("transformers_modules")]
         return {name: sys.modules.pop(name) for name in names}
 
-    kept = take_out()
+    previous_modules = remove_modules()
     yield {"trust_remote_code": True, "dtype": torch.float32}
     sys.path[:] = path
-    take_out()
-    sys.modules.update(kept)
+    remove_modules()
+    sys.modules.update(previous_modules)
 
 
 def files(folder):
+    """Return the names of the files in a directory."""
     return {path.name for path in folder.iterdir() if path.is_file()}
 
 
 def saved_config(folder):
+    """Return the contents of config.json."""
     return json.loads((folder / "config.json").read_text())
 
 
 def load(model_class, folder, **options):
-    """A model in float32, and the names of tensors that its folder lacks."""
+    """Load a model in float32 and return it with the names of missing tensors."""
     options |= {"output_loading_info": True, "dtype": torch.float32}
     model, info = model_class.from_pretrained(folder, **options)
     assert not info["unexpected_keys"] and not info["mismatched_keys"], info
@@ -86,45 +91,52 @@ def load(model_class, folder, **options):
 
 
 def outputs(model):
+    """Return the first output of a model for a fixed padded batch."""
     ids, mask = random_batch([9, 5])
     if type(model).__name__ == "NeoBERTForMultipleChoice":
-        ids, mask = ids[None], mask[None]
+        ids = ids[None]
+        mask = mask[None]
     with torch.no_grad():
         return model.eval()(ids, attention_mask=mask)[0]
 
 
 # ------------------------------------------------------------------------------------------------
-# round trips
+# Round trips
 
 
 @every_head
 def test_save_load_save_is_byte_equal(head, tmp_path):
+    """Saving a loaded model writes the same bytes, and the code is saved with the weights."""
     model = make_model(HEADS[head], num_labels=3)
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     model.save_pretrained(first)
-    assert files(first) == SAVED, "the code must travel with the weights"
-    again, missing = load(HEADS[head], first)
-    again.save_pretrained(second)
+    assert files(first) == SAVED, "The code must be saved with the weights."
+
+    loaded, missing = load(HEADS[head], first)
+    loaded.save_pretrained(second)
     assert not missing and not any(filecmp.cmpfiles(first, second, SAVED, shallow=False)[1:])
-    # Where tensors lie in memory decides the last bit of some kernels.
-    assert_same(outputs(again), outputs(model), 1e-6)
+    # The last bit of some kernels depends on the memory addresses of the tensors.
+    assert_same(outputs(loaded), outputs(model), 1e-6)
 
 
 @every_head
 def test_saved_config(head, tmp_path):
-    """Other tools match on the published class names."""
+    """config.json contains the published class names, which other tools compare."""
     make_model(HEADS[head], num_labels=3).save_pretrained(tmp_path)
     config = saved_config(tmp_path)
     published = {"AutoModel": ["NeoBERT"]}
     published["AutoModelForMaskedLM"] = ["NeoBERTLMHead", "NeoBERTForMaskedLM"]
     assert config["architectures"] == published.get(head, [HEADS[head].__name__])
     assert config["auto_map"] == AUTO_MAP and config["model_type"] == "neobert"
+
     root = Path(modeling_neobert.__file__).resolve().parents[1]
     for file in CODE:
         assert (tmp_path / file).read_bytes() == (root / file).read_bytes()
 
 
 def test_architectures_do_not_grow(tmp_path):
+    """Saving a loaded configuration does not append class names to `architectures`."""
     make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path)
     for _ in range(2):
         NeoBERTConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
@@ -133,7 +145,7 @@ def test_architectures_do_not_grow(tmp_path):
 
 
 def test_where_a_model_is_saved(tmp_path):
-    """A folder whose parents are new; other processes than the first write no code."""
+    """`save_pretrained` creates missing parents, and writes no code outside of the main process."""
     model = make_model(NeoBERTModel)
     model.save_pretrained(tmp_path / "a" / "new" / "folder")
     assert files(tmp_path / "a" / "new" / "folder") == SAVED
@@ -142,7 +154,7 @@ def test_where_a_model_is_saved(tmp_path):
 
 
 def test_unknown_tensors_of_a_decoder_are_reported(tmp_path):
-    """A class without a decoder leaves it out quietly, a masked LM does not."""
+    """A masked LM reports unknown tensors of its decoder; other classes ignore them."""
     make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["decoder.extra"] = torch.zeros(2)
@@ -156,12 +168,13 @@ def test_unknown_tensors_of_a_decoder_are_reported(tmp_path):
 
 
 def test_saved_tensor_names_are_the_published_ones(golden, tmp_path):
-    """In one file or several."""
+    """Saved tensors have the published names, and a model in several files loads unchanged."""
     NeoBERTForMaskedLM.from_pretrained(golden / "neobert_tiny").save_pretrained(tmp_path)
     published = load_file(golden / "neobert_tiny" / "model.safetensors")
     saved = load_file(tmp_path / "model.safetensors")
     assert saved.keys() == published.keys()
     assert all(torch.equal(saved[name], published[name]) for name in saved)
+
     model = make_model(NeoBERTForMaskedLM)
     model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list(tmp_path.glob("shards/*.safetensors"))) > 1
@@ -172,28 +185,33 @@ YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 5000
 
 
 # ------------------------------------------------------------------------------------------------
-# remote code
+# Remote code
 
 
 @every_head
 def test_remote_code(head, tmp_path, remote):
-    """A folder that we saved loads through the Auto classes with its own code, and saves that code
-    again."""
+    """A saved directory loads through the Auto classes with its own code, and saves that code."""
     model = make_model(HEADS[head], num_labels=3)
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     model.save_pretrained(first)
+
     loaded = getattr(transformers, head).from_pretrained(first, **remote)
     assert type(loaded).__name__ == HEADS[head].__name__
     assert_same(outputs(loaded), outputs(model), 1e-6)
+
     loaded.save_pretrained(second)
     assert files(second) == SAVED and saved_config(first) == saved_config(second)
     others = SAVED - {"config.json"}
     assert not any(filecmp.cmpfiles(first, second, others, shallow=False)[1:])
 
 
-def strange_type(folder):
-    """Renames the model type, so that the installed package cannot answer for the folder: only its
-    own code can."""
+def rename_model_type(folder):
+    """Rename the model type of a saved directory.
+
+    The installed package has registered the type "neobert" and would load the directory with its
+    own classes. Only the code in the directory can load another type.
+    """
     config = saved_config(folder) | {"model_type": "neobert-elsewhere"}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "configuration_neobert.py"
@@ -202,15 +220,21 @@ def strange_type(folder):
 
 
 def test_the_folders_own_code_runs(tmp_path, remote):
+    """A directory of a model type that no package has registered loads with its own code.
+
+    The model can be saved, loaded again, and switched to another attention implementation.
+    """
     model = make_model(NeoBERTForMaskedLM)
     model.save_pretrained(tmp_path / "first")
-    strange_type(tmp_path / "first")
+    rename_model_type(tmp_path / "first")
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "first", **remote)
     assert type(loaded).__module__.startswith("transformers_modules")
     assert torch.equal(outputs(loaded), outputs(model))
+
     loaded.save_pretrained(tmp_path / "second")
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "second", **remote)
-    assert torch.equal(outputs(again), outputs(model))
+    reloaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "second", **remote)
+    assert torch.equal(outputs(reloaded), outputs(model))
+
     base = AutoModel.from_pretrained(tmp_path / "second", attn_implementation="eager", **remote)
     assert base.config._attn_implementation == "eager"
     loaded.set_attn_implementation("eager")
@@ -218,10 +242,11 @@ def test_the_folders_own_code_runs(tmp_path, remote):
 
 
 class Unregistered(NeoBERTForSequenceClassification):
-    """A user's subclass."""
+    """Subclass of a user, not registered for an Auto class."""
 
 
 def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
+    """A subclass is saved with the code and the auto_map of its base class."""
     make_model(Unregistered).save_pretrained(tmp_path)
     assert files(tmp_path) == SAVED and saved_config(tmp_path)["auto_map"] == AUTO_MAP
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, **remote)
@@ -229,12 +254,15 @@ def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
 
 
 def test_a_users_remote_class_survives_a_save(tmp_path, remote):
-    """As `AutoModel...from_pretrained` does without this package: it takes the class of the folder
-    and registers it."""
+    """A class that a user adds to a directory stays in its auto_map, over two saves.
+
+    The class is loaded and registered as `AutoModel...from_pretrained` does without this package.
+    """
     make_model(NeoBERTForSequenceClassification).save_pretrained(tmp_path / "first")
     name = "NeoBERTForSequenceClassification"
     code = f"from .modeling_neobert import {name}\n\n\nclass Mine({name}):\n    pass\n"
     (tmp_path / "first" / "mine.py").write_text(code)
+
     for source, target in (("first", "second"), ("second", "third")):
         get_class_from_dynamic_module("configuration_neobert.NeoBERTConfig", str(tmp_path / source))
         mine = get_class_from_dynamic_module("mine.Mine", str(tmp_path / source))
@@ -246,11 +274,12 @@ def test_a_users_remote_class_survives_a_save(tmp_path, remote):
 
 
 def test_the_auto_classes_know_neobert(tmp_path):
-    """No remote code is needed with the package."""
+    """With this package installed, the Auto classes load a directory without code or auto_map."""
     assert type(AutoConfig.for_model("neobert")) is NeoBERTConfig
     for name, model_class in HEADS.items():
         model = getattr(transformers, name).from_config(NeoBERTConfig(**FIELDS))
         assert type(model) is model_class
+
     make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path)
     for file in CODE:
         (tmp_path / file).unlink()
@@ -261,13 +290,17 @@ def test_the_auto_classes_know_neobert(tmp_path):
 
 
 def test_any_file_of_the_model_may_be_imported_first():
-    """In another process: it imports transformers, whose Auto classes then want them all."""
+    """The Auto classes support NeoBERT even if the attention file is imported first.
+
+    The attention file imports transformers, after which all classes are registered. This must wait
+    until the attention file itself is complete. Only a new process has not imported any of them.
+    """
     code = "import neobert.attention_neobert, transformers as t; t.AutoConfig.for_model('neobert')"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ------------------------------------------------------------------------------------------------
-# the other major version
+# The other major version of transformers
 
 
 EXCHANGED = {
@@ -281,15 +314,19 @@ EXCHANGED = {
 @pytest.mark.parametrize("variant", EXCHANGED)
 @pytest.mark.parametrize("written_by", ("4.57.6", "5.23.0"))
 def test_configurations_of_both_majors(written_by, variant, tmp_path):
-    """tests/data holds config.json files written by either; both mean the same model here, and name
-    the files that a saved folder has, whether its code was in two or in three."""
+    """config.json files written by both major versions of transformers describe the same model.
+
+    The files are in tests/data. Their auto_map names the files that a saved directory has today.
+    """
     folder = DATA / f"config-{variant}-{written_by}"
     assert saved_config(folder)["auto_map"] == AUTO_MAP
+
     config = NeoBERTConfig.from_pretrained(folder)
     expected = NeoBERTConfig(**{**FIELDS, **EXCHANGED[variant]})
     names = {*FIELDS, *EXCHANGED[variant], "rope_theta", "rope_parameters", "norm_eps"}
     for name in names | {"tie_word_embeddings", "pad_token_id", "norm_type"}:
         assert getattr(config, name) == getattr(expected, name)
+
     model = make_model(NeoBERTForMaskedLM, **EXCHANGED[variant])
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -298,51 +335,61 @@ def test_configurations_of_both_majors(written_by, variant, tmp_path):
 
 @pytest.mark.parametrize("variant", EXCHANGED)
 def test_exchange_with_the_other_version(variant, tmp_path, remote):
-    """Leaves a folder for the other versions and loads what they left, with the code that they
-    saved."""
+    """Models saved by other versions of transformers load with the code that they were saved with.
+
+    The test also saves its own model in the exchange directory, for runs with other versions.
+    """
     exchange = os.environ.get("NEOBERT_EXCHANGE")
     if not exchange:
-        pytest.skip("NEOBERT_EXCHANGE is not set: no folder to exchange models in")
+        pytest.skip("NEOBERT_EXCHANGE must name a directory to exchange models in.")
+
     model = make_model(NeoBERTForMaskedLM, seed=3, **EXCHANGED[variant])
     model.save_pretrained(Path(exchange) / f"{variant}-{transformers.__version__}")
     for folder in sorted(Path(exchange).glob(f"{variant}-*")):
         loaded = AutoModelForMaskedLM.from_pretrained(folder, **remote)
-        assert_same(outputs(loaded), outputs(model), 1e-6, f"model left in {folder.name}")
+        assert_same(outputs(loaded), outputs(model), 1e-6, f"output of the model in {folder.name}")
         saved = tmp_path / folder.name
         loaded.save_pretrained(saved)
         assert filecmp.cmp(saved / "model.safetensors", folder / "model.safetensors", shallow=False)
 
 
 # ------------------------------------------------------------------------------------------------
-# initialization
+# Initialization
 
 
 def test_initialization_is_the_papers():
-    """Uniform within the bounds for body and decoder, normal for heads, ones and zeros for norms
-    and biases."""
+    """Weights are initialized as in the paper.
+
+    Linear layers and embeddings are uniform within their bounds, heads are normal, norms are one
+    and biases are zero.
+    """
     fields = {**FIELDS, "hidden_size": 128, "num_labels": 3, "embedding_init_range": 0.05}
     fields |= {"decoder_init_range": 0.03, "classifier_init_range": 0.04}
     model = NeoBERTForSequenceClassification(NeoBERTConfig(**fields))
     lm = NeoBERTForMaskedLM(NeoBERTConfig(**fields))
+
     for name, p in [*model.named_parameters(), *lm.named_parameters()]:
         if name.endswith("bias"):
             assert (p == 0).all(), name
         elif "norm" in name:
             assert (p == 1).all(), name
         elif name == "dense.weight":
-            assert abs(p.std() - 0.04) < 0.002 and p.abs().max() > 0.1, "not normal(0, 0.04)"
+            assert abs(p.std() - 0.04) < 0.002 and p.abs().max() > 0.1, (
+                f"{name} must be sampled from normal(0, 0.04)."
+            )
         elif name != "classifier.weight":
             bound = 0.05 if name == "model.encoder.weight" else 0.03
-            assert 0.98 * bound < p.abs().max() <= bound, f"{name} is not uniform within {bound}"
+            assert 0.98 * bound < p.abs().max() <= bound, f"{name} must be uniform within {bound}."
             assert abs(p.std() - bound / 3**0.5) < 0.03 * bound and abs(p.mean()) < 0.02 * bound
 
 
 @pytest.mark.parametrize("head", list(HEADS)[2:])
 def test_a_new_head_on_a_loaded_body(head, golden):
-    """The head is drawn as the paper says, and no loaded weight is touched."""
+    """A missing head is initialized as in the paper, and no loaded weight changes."""
     published = load_file(golden / "neobert_tiny" / "model.safetensors")
     model, missing = load(HEADS[head], golden / "neobert_tiny", num_labels=50)
     assert missing and not any(name.startswith("model.") for name in missing)
+
     state = model.state_dict()
     for name in published:
         if name.startswith("model."):
@@ -352,87 +399,104 @@ def test_a_new_head_on_a_loaded_body(head, golden):
             assert (state[name] == 0).all(), name
         else:
             assert 0.012 < state[name].std() < 0.028
-            # A uniform of this spread would end at 0.035.
+            # A uniform distribution with this standard deviation would end at 0.035.
             assert state[name].numel() < 1000 or state[name].abs().max() > 0.045
 
 
 def test_a_head_loads_into_the_base_and_the_base_into_a_head(tmp_path):
+    """The backbone keeps its weights when a head is dropped and when a new one is added."""
     head = make_model(NeoBERTForSequenceClassification, num_labels=3)
     head.save_pretrained(tmp_path / "head")
     base = NeoBERTModel.from_pretrained(tmp_path / "head", dtype=torch.float32)
     base.save_pretrained(tmp_path / "base")
-    again, missing = load(NeoBERTForSequenceClassification, tmp_path / "base")
+    new_head, missing = load(NeoBERTForSequenceClassification, tmp_path / "base")
     assert missing == {"dense.weight", "dense.bias", "classifier.weight", "classifier.bias"}
-    for p, q, r in zip(head.model.parameters(), base.parameters(), again.model.parameters()):
+    for p, q, r in zip(head.model.parameters(), base.parameters(), new_head.model.parameters()):
         assert torch.equal(p, q) and torch.equal(p, r)
 
 
 # ------------------------------------------------------------------------------------------------
-# tying, resizing
+# Tied weights and resized embeddings
 
 
 def test_untied_by_default_and_tied_on_request(tmp_path):
+    """The decoder shares the weight of the embedding only with `tie_word_embeddings`.
+
+    A shared weight is stored once, and is shared again after loading.
+    """
     untied = make_model(NeoBERTForMaskedLM)
     assert untied.decoder.weight is not untied.model.encoder.weight
     tied = make_model(NeoBERTForMaskedLM, tie_word_embeddings=True)
     assert tied.decoder.weight is tied.model.encoder.weight
+
     tied.save_pretrained(tmp_path)
-    assert "decoder.weight" not in load_file(tmp_path / "model.safetensors"), "stored once"
-    again, missing = load(NeoBERTForMaskedLM, tmp_path)
-    assert again.decoder.weight is again.model.encoder.weight and not missing
-    assert torch.equal(outputs(again), outputs(tied))
+    assert "decoder.weight" not in load_file(tmp_path / "model.safetensors"), (
+        "The shared weight must be stored once."
+    )
+    loaded, missing = load(NeoBERTForMaskedLM, tmp_path)
+    assert loaded.decoder.weight is loaded.model.encoder.weight and not missing
+    assert torch.equal(outputs(loaded), outputs(tied))
 
 
 @pytest.mark.parametrize("size", (150, 260))
 @pytest.mark.parametrize("tied", (False, True))
 @torch.no_grad()
 def test_resize_token_embeddings(tied, size, tmp_path):
-    """Old tokens keep their logits; the new vocabulary counts for ids and labels, and is saved."""
+    """After `resize_token_embeddings`, remaining tokens keep their logits.
+
+    The new vocabulary size applies to the checks of IDs and labels, and is saved.
+    """
     model = make_model(NeoBERTForMaskedLM, tie_word_embeddings=tied)
     ids = random_batch([9, 5], vocab_size=150)[0]
-    before, bias = model(ids).logits, model.decoder.bias.clone()
+    before = model(ids).logits
+    bias = model.decoder.bias.clone()
+
     model.resize_token_embeddings(size)
-    kept = min(size, 200)
+    kept_size = min(size, 200)
     assert model.config.vocab_size == size and model.model.encoder.weight.shape == (size, 64)
     assert model.decoder.weight.shape == (size, 64) and model.decoder.bias.shape == (size,)
-    assert torch.equal(model.decoder.bias[:kept], bias[:kept])
+    assert torch.equal(model.decoder.bias[:kept_size], bias[:kept_size])
     assert (model.decoder.weight is model.model.encoder.weight) == tied
     assert_same(model(ids).logits[..., :150], before[..., :150], 1e-6, "logits of the old tokens")
+
     last = torch.full_like(ids, size - 1)
     assert model(last, labels=last).loss.isfinite()
-    for given in ({"labels": last + 1}, {"input_ids": last + 1}):
+    for inputs in ({"labels": last + 1}, {"input_ids": last + 1}):
         with pytest.raises(ValueError, match=f"from 0 to {size - 1}"):
-            model(**{"input_ids": last, **given})
+            model(**{"input_ids": last, **inputs})
+
     model.save_pretrained(tmp_path)
     assert torch.equal(load(NeoBERTForMaskedLM, tmp_path)[0](ids).logits, model(ids).logits)
 
 
 # ------------------------------------------------------------------------------------------------
-# copies, devices, dtype
+# Devices and published names
 
 
 @pytest.mark.parametrize("device_map", ("auto", "cpu", {"": "cpu"}))
 def test_device_map(device_map, tmp_path):
+    """A model loaded with a `device_map` gives the same outputs."""
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
     model = make_model(NeoBERTForMaskedLM)
     model.save_pretrained(tmp_path)
-    again, _ = load(NeoBERTForMaskedLM, tmp_path, device_map=device_map)
-    again = again if device_map == "auto" else again.to("cpu")
-    assert_same(outputs(again), outputs(model), what="placed model")
+    loaded, _ = load(NeoBERTForMaskedLM, tmp_path, device_map=device_map)
+    loaded = loaded if device_map == "auto" else loaded.to("cpu")
+    assert_same(outputs(loaded), outputs(model), what="output of a model with a device map")
 
 
 def test_disk_offload_by_blocks(tmp_path):
-    """Blocks wait on disk and come in one by one."""
+    """A model whose blocks are offloaded to disk and loaded one by one gives the same outputs."""
     accelerate = pytest.importorskip("accelerate", reason="offloading needs accelerate")
     model = make_model(NeoBERTForMaskedLM)
     expected = outputs(model)
     names = ("model.encoder", "model.embedding_dropout", "model.layer_norm", "decoder")
-    places = dict.fromkeys([*names, "model.transformer_encoder.0"], "cpu")
-    places |= {f"model.transformer_encoder.{layer}": "disk" for layer in (1, 2)}
-    placed = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
-    assert placed.model.transformer_encoder[1].qkv.weight.device.type == "meta"
-    assert torch.equal(outputs(placed), expected)
+    devices = dict.fromkeys([*names, "model.transformer_encoder.0"], "cpu")
+    devices |= {f"model.transformer_encoder.{layer}": "disk" for layer in (1, 2)}
+    offloaded = accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=tmp_path)
+    assert offloaded.model.transformer_encoder[1].qkv.weight.device.type == "meta"
+    assert torch.equal(outputs(offloaded), expected)
 
 
 def test_published_aliases():
+    """The package exports the class names of the published code."""
     assert neobert.NeoBERT is NeoBERTModel and neobert.NeoBERTLMHead is NeoBERTForMaskedLM

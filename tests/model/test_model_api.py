@@ -1,6 +1,6 @@
 """Test the inputs and outputs that users of BERT expect.
 
-Covers masks, positions, hidden states, attentions, `return_dict` and bad input.
+Covers masks, positions, hidden states, attention weights, `return_dict`, dtypes and invalid input.
 """
 
 import pytest
@@ -30,11 +30,12 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 
 @pytest.fixture(scope="module")
 def model():
+    """Return a tiny backbone."""
     return make_model(NeoBERTModel)
 
 
 # ------------------------------------------------------------------------------------------------
-# arithmetic
+# Hidden states and attention weights
 
 
 VARIANTS = {"neobert": {}, "learned": LEARNED, "mixed": {"norm_type": "layer", "rope_theta": 500.0}}
@@ -44,15 +45,19 @@ VARIANTS = {"neobert": {}, "learned": LEARNED, "mixed": {"norm_type": "layer", "
 @every_implementation
 @torch.no_grad()
 def test_hidden_states_are_the_formulas(implementation, fields):
-    """n + 1 of them, the embedding first and the normed output last, at real tokens."""
+    """The hidden states of non-padding tokens equal the reference.
+
+    There are num_hidden_layers + 1 of them: the embedding first and the normalized output last.
+    """
     model = make_model(NeoBERTModel, attn_implementation=implementation, **fields)
     ids, mask = random_batch([17, 9, 1])
-    out = model(ids, attention_mask=mask, output_hidden_states=True)
-    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
-    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    outputs = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(outputs.hidden_states[-1], outputs.last_hidden_state)
+
     for row, text in enumerate(texts_of(ids, mask)):
         expected, _ = reference_states(model, text)
-        for i, state in enumerate(out.hidden_states):
+        for i, state in enumerate(outputs.hidden_states):
             assert state.shape == (3, 17, 64)
             assert_same(state[row, : len(text)], expected[i], what=f"state {i} of text {row}")
 
@@ -60,27 +65,30 @@ def test_hidden_states_are_the_formulas(implementation, fields):
 @every_implementation
 @torch.no_grad()
 def test_attentions(implementation, warnings):
-    """Weights of the formula under every implementation, also with padding; one warning where the
-    implementation has none."""
+    """Every implementation returns the attention weights of the reference, with 0 at padding.
+
+    Other implementations than "eager" return no weights, so the model uses "eager" and warns once.
+    """
     model = make_model(NeoBERTModel, attn_implementation=implementation)
     ids, mask = random_batch([11, 6])
     for _ in range(2):
-        out = model(ids, attention_mask=mask, output_attentions=True)
+        outputs = model(ids, attention_mask=mask, output_attentions=True)
     assert len(warnings("so the eager function is used")) == (implementation != "eager")
-    assert len(out.attentions) == 3
+    assert len(outputs.attentions) == 3
+
     for row, text in enumerate(texts_of(ids, mask)):
         states, attentions = reference_states(model, text)
         n = len(text)
-        assert_same(out.last_hidden_state[row, :n], states[-1])
-        for actual, expected in zip(out.attentions, attentions):
+        assert_same(outputs.last_hidden_state[row, :n], states[-1])
+        for actual, expected in zip(outputs.attentions, attentions):
             assert actual.shape == (2, 4, 11, 11)
             assert_same(actual[row, :, :n, :n], expected, what="attention weights")
-            assert actual[row, :, :n, n:].abs().sum() == 0, "A real token attends to padding."
+            assert actual[row, :, :n, n:].abs().sum() == 0, "A token attends to padding."
     assert model(ids, attention_mask=mask).attentions is None
 
 
 # ------------------------------------------------------------------------------------------------
-# masks
+# Masks
 
 
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16)
@@ -91,27 +99,34 @@ DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torc
 @every_implementation
 @torch.no_grad()
 def test_mask_dtypes_and_sides(implementation, side, dtype):
-    """On the left, the positions start later: the same up to rounding, as only relative positions
-    matter."""
+    """Masks of any dtype, with padding on either side, give the reference states.
+
+    With padding on the left, positions start later. The states are equal up to rounding because
+    RoPE depends on relative positions only.
+    """
     ids, mask = random_batch([10, 4, 7], side=side)
     for unpad in (True, False):
         model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
-        out = model(ids, attention_mask=mask.to(dtype)).last_hidden_state
-        assert_same(out[mask.bool()], last_states(model, *texts_of(ids, mask)), 2e-5)
+        hidden = model(ids, attention_mask=mask.to(dtype)).last_hidden_state
+        assert_same(hidden[mask.bool()], last_states(model, *texts_of(ids, mask)), 2e-5)
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
 @torch.no_grad()
 def test_learned_positions_count_real_tokens(side):
-    """From 1 over real tokens, wherever the padding is; tokens equal to pad_token_id are padding
-    when no mask is given."""
+    """Learned positions count from 1 over non-padding tokens, on whichever side the padding is.
+
+    Without a mask, tokens equal to `pad_token_id` are padding. Explicit positions are used as they
+    are.
+    """
     ids, mask = random_batch([10, 4], side=side)
     for argument, row in ((mask, 1), (None, 0)):
         for unpad in (True, False):
             model = make_model(NeoBERTModel, unpad_inputs=unpad, **LEARNED)
-            out = model(ids, attention_mask=argument).last_hidden_state
-            real = mask[row].bool()
-            assert_same(out[row][real], last_states(model, ids[row][real]))
+            hidden = model(ids, attention_mask=argument).last_hidden_state
+            is_token = mask[row].bool()
+            assert_same(hidden[row][is_token], last_states(model, ids[row][is_token]))
+
     positions = torch.arange(10) + 5
     explicit = model(ids[:1], position_ids=positions[None]).last_hidden_state
     assert_same(explicit[0], reference_states(model, ids[0], positions)[0][-1])
@@ -120,77 +135,91 @@ def test_learned_positions_count_real_tokens(side):
 @every_implementation
 @torch.no_grad()
 def test_scattered_masks_keep_positions(implementation):
-    """Holes in the middle: the others see each other at their own positions."""
+    """Tokens around masked ones in the middle of a text keep their positions in the row."""
     ids, mask = random_batch([12, 12])
     mask[0, [0, 3, 4, 9]] = 0
     mask[1, 1:11] = 0
     for unpad in (True, False):
         model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
-        out = model(ids, attention_mask=mask).last_hidden_state
-        for row, real in enumerate(mask.bool()):
-            expected = reference_states(model, ids[row][real], torch.arange(12)[real])[0][-1]
-            assert_same(out[row][real], expected)
+        hidden = model(ids, attention_mask=mask).last_hidden_state
+        for row, tokens in enumerate(mask.bool()):
+            expected = reference_states(model, ids[row][tokens], torch.arange(12)[tokens])[0][-1]
+            assert_same(hidden[row][tokens], expected)
 
 
 @every_implementation
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
+    """Rows and batches that are all padding give finite outputs, losses and gradients.
+
+    They do not change the logits of the other rows.
+    """
     model = make_model(
         NeoBERTForMaskedLM, attn_implementation=implementation, unpad_inputs=unpad_inputs
     )
     ids, mask = random_batch([9, 0, 5])
-    # torch has no backward of flex_attention on the CPU.
+    # torch has no backward pass of flex_attention on the CPU.
     trains = implementation != "flex_attention"
     for attention_mask in (torch.zeros_like(mask), mask):
         model.zero_grad()
         labels = torch.where(attention_mask == 1, ids, -100)
         with torch.set_grad_enabled(trains):
-            out = model(
+            outputs = model(
                 ids, attention_mask=attention_mask, labels=labels, output_hidden_states=True
             )
-        assert all(torch.isfinite(x).all() for x in (out.loss, out.logits, *out.hidden_states))
+        assert all(
+            torch.isfinite(x).all() for x in (outputs.loss, outputs.logits, *outputs.hidden_states)
+        )
         if trains:
-            out.loss.backward()
+            outputs.loss.backward()
             assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
     for row, n in ((0, 9), (2, 5)):
         with torch.no_grad():
             alone = model(ids[row : row + 1, :n]).logits[0]
-        assert_same(out.logits[row, :n], alone, what="row beside an empty row")
+        assert_same(outputs.logits[row, :n], alone, what="row next to an empty row")
 
 
 @torch.no_grad()
 def test_padding_is_zero_where_the_model_packed_and_content_of_padding_is_irrelevant(model):
+    """Outputs at padding are zero in a packed batch, and the token IDs at padding do not matter."""
     ids, mask = random_batch([9, 5])
-    out = model(ids, attention_mask=mask).last_hidden_state
-    assert out[1, 5:].abs().sum() == 0
+    hidden = model(ids, attention_mask=mask).last_hidden_state
+    assert hidden[1, 5:].abs().sum() == 0
     ids[1, 5:] = 77
-    assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, out)
+    assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, hidden)
 
 
 # ------------------------------------------------------------------------------------------------
-# other inputs
+# Other inputs, dropout and dtypes
 
 
 @torch.no_grad()
 def test_other_ways_to_say_the_same(model):
-    """Embeddings for ids, BERT's third argument, which is ignored, int32 and (L,) positions."""
+    """Equivalent inputs give equal outputs.
+
+    Covers embeddings instead of IDs, `token_type_ids` (BERT's third argument, which is ignored),
+    int32 IDs and positions of shape (L,).
+    """
     ids, mask = random_batch([9, 5])
-    out, types = model(ids, attention_mask=mask)[0], torch.ones_like(ids)
+    expected = model(ids, attention_mask=mask)[0]
+    token_types = torch.ones_like(ids)
     embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask)[0], out)
+    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask)[0], expected)
     assert torch.equal(model(inputs_embeds=embeds)[0], model(ids)[0])
-    assert torch.equal(model(ids, attention_mask=mask, token_type_ids=types)[0], out)
-    assert torch.equal(model(ids, mask, types)[0], out)
+    assert torch.equal(model(ids, attention_mask=mask, token_type_ids=token_types)[0], expected)
+    assert torch.equal(model(ids, mask, token_types)[0], expected)
     assert torch.equal(model(ids.int(), position_ids=torch.arange(9))[0], model(ids)[0])
 
 
 @torch.no_grad()
 def test_return_dict(model):
+    """With `return_dict=False`, the outputs are tuples of the requested values."""
     ids, _ = random_batch([9])
     (hidden,) = model(ids, return_dict=False)
     assert torch.equal(hidden, model(ids).last_hidden_state)
-    everything = model(ids, return_dict=False, output_hidden_states=True, output_attentions=True)
-    assert len(everything) == 3 and len(everything[1]) == 4 and len(everything[2]) == 3
+    outputs = model(ids, return_dict=False, output_hidden_states=True, output_attentions=True)
+    assert len(outputs) == 3 and len(outputs[1]) == 4 and len(outputs[2]) == 3
     loss, logits = make_model(NeoBERTForMaskedLM)(ids, labels=ids, return_dict=False)
     assert loss.dim() == 0 and logits.shape == (1, 9, 200)
 
@@ -199,26 +228,31 @@ def test_return_dict(model):
 @pytest.mark.parametrize("field", ("hidden_dropout", "attention_dropout"))
 @torch.no_grad()
 def test_dropout_acts_in_training_only(field, implementation):
+    """Dropout changes the outputs in training mode, and not in evaluation mode."""
     model = make_model(NeoBERTModel, attn_implementation=implementation, **{field: 0.3})
     ids, mask = random_batch([30, 20])
 
     def run():
         return model(ids, attention_mask=mask).last_hidden_state
 
-    assert_same(run()[0], last_states(model, ids[0]), what="output in eval")
+    assert_same(run()[0], last_states(model, ids[0]), what="output in evaluation mode")
     model.train()
-    assert not torch.allclose(run(), run()), f"{field} does nothing in training"
+    assert not torch.allclose(run(), run()), f"{field} has no effect in training mode."
 
 
 @torch.no_grad()
 def test_one_warning_past_the_trained_length(model, warnings):
-    """At max_position_embeddings, or where scaling ends."""
+    """A text longer than the context gives a single warning, and the outputs are still correct.
+
+    The context is `max_position_embeddings`, or its extension by RoPE scaling.
+    """
     (ids,), _ = random_batch([140])
     for _ in range(2):
-        out = model(ids[None]).last_hidden_state
+        hidden = model(ids[None]).last_hidden_state
     (message,) = warnings("longer than the 128 of max_position_embeddings")
-    assert "yarn" in message, "it says what to do"
-    assert_same(out[0], last_states(model, ids))
+    assert "yarn" in message, "The warning must state how to extend the context."
+    assert_same(hidden[0], last_states(model, ids))
+
     scaled = make_model(NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert scaled.config.context_length == 256 and scaled.config.max_position_embeddings == 128
     scaled(random_batch([256])[0])
@@ -228,31 +262,46 @@ def test_one_warning_past_the_trained_length(model, warnings):
 
 
 def test_float64_stays_float64():
-    """As gradient checks by finite differences need it."""
+    """A float64 model computes in float64, which finite-difference gradient checks need."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=3).double()
     ids, mask = random_batch([9, 4])
-    out = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
-    assert out.loss.dtype == out.logits.dtype == torch.float64
+    outputs = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
+    assert outputs.loss.dtype == outputs.logits.dtype == torch.float64
+
     single = make_model(NeoBERTForSequenceClassification, num_labels=3)
     with torch.no_grad():
-        assert_same(model(ids, attention_mask=mask).logits, out.logits, 1e-12, "without gradients")
-        assert_same(single(ids, attention_mask=mask).logits.double(), out.logits, 1e-4, "float32")
+        assert_same(
+            model(ids, attention_mask=mask).logits,
+            outputs.logits,
+            1e-12,
+            "float64 output without gradients",
+        )
+        assert_same(
+            single(ids, attention_mask=mask).logits.double(),
+            outputs.logits,
+            1e-4,
+            "float32 output",
+        )
 
 
 def test_rms_norm_keeps_float32_inside():
-    """The squares' mean is taken in float32: in bfloat16 256 + 1 is 256 and 8 bits of every norm
-    would be lost."""
+    """RMSNorm computes the mean of squares in float32, also for bfloat16 inputs.
+
+    In bfloat16, 256 + 1 is 256, so a sum of squares would lose precision.
+    """
     norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)
     x = (torch.randn(64, 64) * 3 + 0.5).to(torch.bfloat16)
     scale = (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
     exact = x.double() * scale * norm.weight.double()
-    # One rounding at the end, half a unit in 8 bits; a norm in bfloat16 rounds four times.
+
+    # A single rounding at the end is half a unit in the last of 8 bits. A norm in bfloat16 rounds
+    # four times.
     relative = ((norm(x).double() - exact).abs() / exact.abs().clamp(min=1e-6)).max().item()
-    assert relative <= 1.05 * 2**-8, f"RMSNorm's relative error in bfloat16 is {relative:.2e}."
+    assert relative <= 1.05 * 2**-8, f"RMSNorm has a relative error of {relative:.2e} in bfloat16."
 
 
 # ------------------------------------------------------------------------------------------------
-# bad input
+# Invalid input
 
 
 IDS = torch.ones(2, 6, dtype=torch.long)
@@ -276,12 +325,14 @@ BAD_INPUTS = (
 
 @pytest.mark.parametrize("inputs, sentence", BAD_INPUTS)
 def test_bad_inputs(model, inputs, sentence):
+    """Invalid inputs raise an error of one line that states the rule and the value."""
     with pytest.raises(ValueError, match=sentence) as error:
         model(**inputs)
     assert "\n" not in str(error.value), "The message should be one line."
 
 
 def test_flex_attention_says_that_it_has_no_dropout():
+    """Training with attention dropout under flex_attention, which has none, raises an error."""
     model = make_model(
         NeoBERTModel, attn_implementation="flex_attention", attention_dropout=0.1
     ).train()
@@ -289,8 +340,9 @@ def test_flex_attention_says_that_it_has_no_dropout():
         model(IDS)
 
 
-def rope(kind="yarn", factor=2.0, **others):
-    return {"rope_scaling": {"rope_type": kind, "factor": factor, **others}}
+def rope(rope_type="yarn", factor=2.0, **others):
+    """Return the configuration fields of RoPE scaling."""
+    return {"rope_scaling": {"rope_type": rope_type, "factor": factor, **others}}
 
 
 BAD_CONFIGS = (
@@ -324,6 +376,7 @@ BAD_CONFIGS = (
 
 @pytest.mark.parametrize("fields, sentence", BAD_CONFIGS)
 def test_impossible_configurations(fields, sentence):
+    """Invalid configurations raise an error of one line that states the rule and the value."""
     with pytest.raises(ValueError, match=sentence) as error:
         NeoBERTConfig(**{**FIELDS, **fields})
     assert "\n" not in str(error.value), "The message should be one line."

@@ -1,7 +1,8 @@
-"""Test the rules of remote code.
+"""Test the rules for files that are loaded as remote code.
 
-There are three flat files that import only torch, transformers and the standard library, in a form
-that every version of the remote-code loader accepts.
+The three files of the model are in one directory and import only torch, transformers, the standard
+library and each other, in a form that the loader of every supported version of transformers
+accepts.
 """
 
 import ast
@@ -30,11 +31,12 @@ CONFIGURATION, ATTENTION, MODELING = FILES
 
 
 def tree(name):
+    """Return the syntax tree of a model file."""
     return ast.parse((ROOT / name).read_text())
 
 
 def imported(name):
-    """(module, level) of every import statement, wherever it stands."""
+    """Yield (module, level) for every import statement, also inside functions."""
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, 0) for alias in node.names)
@@ -43,28 +45,34 @@ def imported(name):
 
 
 def called(node):
-    """Names of all functions that are called below a node."""
+    """Return the names of all functions that are called inside a node."""
     calls = (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))
     return {ast.unparse(call.func) for call in calls}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_only_torch_and_transformers(name):
-    """And of the standard library what reaches no network and no process, as SECURITY.md says; also
-    by transformers' own reading, which asks users to install what it finds."""
+    """The files import torch, transformers and harmless modules of the standard library only.
+
+    Harmless modules have no access to the network or to processes, as SECURITY.md states. The
+    imports that transformers reads from the source are checked as well, because transformers asks
+    users to install the packages that it finds there.
+    """
     harmless = "collections dataclasses functools inspect itertools math pathlib typing".split()
-    known = {"torch", "transformers", *harmless}
-    assert {module.split(".")[0] for module, level in imported(name) if level == 0} <= known
-    assert set(get_imports(ROOT / name)) <= known
+    allowed = {"torch", "transformers", *harmless}
+    assert {module.split(".")[0] for module, level in imported(name) if level == 0} <= allowed
+    assert set(get_imports(ROOT / name)) <= allowed
 
 
 def test_three_flat_files():
-    """The modeling file itself imports the other two: transformers 4.57 copies only what it names.
-    The configuration names the attention file."""
+    """The modeling file imports the other two, and the configuration file the attention file.
+
+    transformers 4.57 copies only the files that the modeling file names itself.
+    """
     relative = {name: {module for module, level in imported(name) if level > 0} for name in FILES}
     both = {"configuration_neobert", "attention_neobert"}
-    named = {CONFIGURATION: {"attention_neobert"}, ATTENTION: set(), MODELING: both}
-    assert relative == named
+    expected = {CONFIGURATION: {"attention_neobert"}, ATTENTION: set(), MODELING: both}
+    assert relative == expected
     assert {level for name in FILES for _, level in imported(name)} == {0, 1}
     for name in FILES:
         assert set(get_relative_imports(ROOT / name)) == relative[name]
@@ -73,8 +81,11 @@ def test_three_flat_files():
 
 
 def test_the_version_of_the_attention_file():
-    """Its digest, which the modeling file compares: one process of transformers 4 keeps the first
-    attention file of two folders."""
+    """`VERSION` in both files is the digest of the attention file without that line.
+
+    A process of transformers 4 that loads two directories of the same name uses the attention file
+    of the first one for both. The modeling file compares `VERSION` to detect this.
+    """
     text = (ROOT / ATTENTION).read_text()
     (line,) = [line for line in text.splitlines(keepends=True) if line.startswith("VERSION = ")]
     digest = hashlib.sha256(text.replace(line, "").encode()).hexdigest()[:8]
@@ -82,14 +93,17 @@ def test_the_version_of_the_attention_file():
 
 
 def test_attention_files_of_two_folders(tmp_path):
-    """What transformers 4 does with a second folder of one name: today's modeling file beside
-    another attention file."""
+    """The modeling file raises ImportError next to another version of the attention file.
+
+    transformers 4 combines such files if a process loads two directories of the same name.
+    """
     for name in FILES:
         shutil.copyfile(ROOT / name, tmp_path / name)
     (tmp_path / "__init__.py").touch()
     version = f'VERSION = "{attention_neobert.VERSION}"'
     other = (ROOT / ATTENTION).read_text().replace(version, 'VERSION = "of another"')
     (tmp_path / ATTENTION).write_text(other)
+
     spec = importlib.util.spec_from_file_location(
         "stale", tmp_path / "__init__.py", submodule_search_locations=[str(tmp_path)]
     )
@@ -104,24 +118,31 @@ def test_attention_files_of_two_folders(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_future_annotations(name):
-    """With them, transformers cannot read the config class of a remote model."""
+    """The files do not import `annotations` from `__future__`.
+
+    With string annotations, transformers cannot read the configuration class of a remote model.
+    """
     assert ("__future__", 0) not in list(imported(name))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_optional_imports_are_guarded(name):
-    """A name that some supported torch or transformers lacks stands in a `try:` block or inside the
-    function that needs it."""
+    """Modules that some supported version of torch lacks are not imported unconditionally.
+
+    They are imported in a `try` block or in the function that needs them.
+    """
     nodes = [node for node in tree(name).body if isinstance(node, ast.ImportFrom)]
-    late = {"torch.nn.attention.varlen", "torch.nn.attention.flex_attention"}
-    assert not {node.module for node in nodes} & late
+    optional = {"torch.nn.attention.varlen", "torch.nn.attention.flex_attention"}
+    assert not {node.module for node in nodes} & optional
 
 
 def classes(name):
+    """Return the names of the classes of a model file."""
     return {node.name for node in tree(name).body if isinstance(node, ast.ClassDef)}
 
 
 def test_auto_map_names_what_exists():
+    """Each entry of the auto_map names a class that its file defines."""
     for target in AUTO_MAP.values():
         module, _, class_name = target.partition(".")
         assert class_name in classes(f"{module}.py")
@@ -129,8 +150,12 @@ def test_auto_map_names_what_exists():
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_module_does_what_a_loader_minds(name):
-    """No files, network or code; no buffers, which transformers 5 leaves uninitialised; no class
-    named ...Attention, in whose text transformers looks for a literal that differs per version."""
+    """The files avoid operations that a loader, or a reader of the code, would object to.
+
+    These are access to files or the network, execution of code, buffers (transformers 5 leaves them
+    uninitialized), and class names that end in "Attention" (transformers searches the source of
+    such classes for a literal that depends on its version).
+    """
     calls = called(tree(name))
     harmful = "open eval exec __import__ load unlink read_text write_text system import_module"
     harmful = {*harmful.split(), "register_buffer"}
@@ -139,8 +164,11 @@ def test_no_module_does_what_a_loader_minds(name):
 
 
 def test_initialization_uses_torch_nn_init():
-    """In-place writes (`weight.data.uniform_()`) overwrite loaded weights on transformers 5;
-    torch.nn.init is skipped for them."""
+    """`_init_weights` writes to weights only with functions of torch.nn.init.
+
+    transformers 5 skips these functions on loaded weights. Other in-place functions
+    (`weight.data.uniform_()`) would overwrite them.
+    """
     nodes = [node for node in ast.walk(tree(MODELING)) if isinstance(node, ast.FunctionDef)]
     functions = [node for node in nodes if node.name == "_init_weights"]
     assert len(functions) == 3

@@ -1,7 +1,6 @@
-"""
+"""Test the model with Trainer, LoRA, pipelines and sentence-transformers.
 
-est the model with Trainer (accumulation, saving, resuming), LoRA, pipelines and sentence-
-transformers.
+For Trainer, covers gradient accumulation, saving and resuming, and gradient checkpointing.
 """
 
 import pytest
@@ -34,6 +33,7 @@ TARGET_MODULES = ["qkv", "wo", "w12", "w3"]
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dir):
+    """Return the tokenizer of this repository."""
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
@@ -42,7 +42,7 @@ def tokenizer(tokenizer_dir):
 
 
 def examples(head, count=16):
-    """Texts of uneven length, so that micro-batches hold uneven numbers of labels."""
+    """Return texts of uneven length, so that micro-batches have uneven numbers of labels."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for i in range(count):
@@ -56,6 +56,7 @@ def examples(head, count=16):
 
 
 def collate(rows):
+    """Pad the texts and the labels of tokens of a batch."""
     ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
     labels = [row["labels"] for row in rows]
     if labels[0].dim():
@@ -73,8 +74,10 @@ HEADS = {
 
 
 def trainer(head, folder, seed=0, **arguments):
+    """Return a Trainer for a tiny model that runs on the CPU with SGD."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     model_class, fields = HEADS[head]
+
     defaults = {
         "report_to": [],
         "use_cpu": True,
@@ -88,21 +91,22 @@ def trainer(head, folder, seed=0, **arguments):
         "save_strategy": "no",
         "dataloader_pin_memory": False,
     }
+
     args = TrainingArguments(str(folder), **{**defaults, **arguments})
     model = make_model(model_class, seed=seed, **fields)
     return Trainer(model, args, data_collator=collate, train_dataset=examples(head))
 
 
-def losses(trained):
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+def losses(finished_trainer):
+    """Return the losses that a Trainer has logged."""
+    return [entry["loss"] for entry in finished_trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_accumulation_does_not_change_training(head, tmp_path):
-    """One batch of 8, or 4 of 2 accumulated: the same loss is logged and the same weights come
-    out."""
+    """One batch of 8 texts and four micro-batches of 2 give the same logged loss and weights."""
     sizes = (8, 1), (2, 4)
-    whole, parts = (
+    single, accumulated = (
         trainer(
             head,
             tmp_path / str(size),
@@ -112,35 +116,44 @@ def test_accumulation_does_not_change_training(head, tmp_path):
         )
         for size, steps in sizes
     )
-    start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
-    whole.train()
-    parts.train()
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-3) and len(losses(whole)) == 2
-    moved = 0
-    for (name, p), q in zip(whole.model.named_parameters(), parts.model.parameters()):
-        moved = max(moved, (p - start[name]).abs().max().item())
+    start = {name: p.detach().clone() for name, p in single.model.named_parameters()}
+    single.train()
+    accumulated.train()
+
+    assert (
+        losses(accumulated) == pytest.approx(losses(single), rel=1e-3) and len(losses(single)) == 2
+    )
+    max_update = 0
+    for (name, p), q in zip(single.model.named_parameters(), accumulated.model.parameters()):
+        max_update = max(max_update, (p - start[name]).abs().max().item())
         assert_same(q - start[name], p - start[name], 1e-3, f"update of {name}")
-    assert moved > 1e-3, "nothing was learned"
+    assert max_update > 1e-3, "Training did not change the weights."
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_saving_and_resuming(head, tmp_path):
-    """Four steps at once, or two, a checkpoint, a new process' Trainer and two more: the same
-    weights."""
+    """A run that is resumed from a checkpoint ends with the weights of an uninterrupted run.
+
+    The resumed run uses a new Trainer and a model of another seed, as in a new process.
+    """
     arguments = {"optim": "adamw_torch", "learning_rate": 1e-3}
-    straight = trainer(head, tmp_path / "straight", max_steps=4, **arguments)
-    straight.train()
-    folder, saving = tmp_path / "resumed", {"save_strategy": "steps", "save_steps": 2}
+    uninterrupted = trainer(head, tmp_path / "straight", max_steps=4, **arguments)
+    uninterrupted.train()
+
+    folder = tmp_path / "resumed"
+    saving = {"save_strategy": "steps", "save_steps": 2}
     trainer(head, folder, max_steps=2, **saving, **arguments).train()
     checkpoint = folder / "checkpoint-2"
     assert (checkpoint / "modeling_neobert.py").exists()
+
     resumed = trainer(head, folder, seed=9, max_steps=4, **arguments)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    for (name, p), q in zip(straight.model.named_parameters(), resumed.model.parameters()):
+    for (name, p), q in zip(uninterrupted.model.named_parameters(), resumed.model.parameters()):
         assert_same(q, p, 1e-6, f"{name} after resuming")
 
 
 def test_gradient_checkpointing_in_trainer(tmp_path):
+    """Gradient checkpointing does not change the trained weights."""
     plain = trainer("masked LM", tmp_path / "a", max_steps=1)
     checkpointed = trainer("masked LM", tmp_path / "b", max_steps=1, gradient_checkpointing=True)
     plain.train()
@@ -154,7 +167,7 @@ def test_gradient_checkpointing_in_trainer(tmp_path):
 
 
 ANSWERS = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
-# {head: PEFT's task, labels}; classifiers are in test_clients.py.
+# {head: (task type of PEFT, labels)}. Sequence classifiers are in test_clients.py.
 PEFT_HEADS = {
     "NeoBERTModel": ("FEATURE_EXTRACTION", {}),
     "NeoBERTForMaskedLM": (None, {"labels": random_batch([9, 5])[0]}),
@@ -165,16 +178,21 @@ PEFT_HEADS = {
 
 @pytest.mark.parametrize("head", PEFT_HEADS)
 def test_lora(head, tmp_path):
-    """Adapters on every matrix of the body: they learn, they travel alone, and merged they give the
-    same outputs."""
+    """Check LoRA adapters on every linear layer of the blocks.
+
+    The base weights get no gradients, and the saved adapter and the merged model give the same
+    outputs.
+    """
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
-    model_class, (task, labels) = getattr(neobert, head), PEFT_HEADS[head]
+    model_class = getattr(neobert, head)
+    task, labels = PEFT_HEADS[head]
     options = {"r": 4, "lora_alpha": 8, "target_modules": TARGET_MODULES}
     config = peft.LoraConfig(task_type=task, init_lora_weights=False, **options)
     model = peft.get_peft_model(make_model(model_class), config)
     modules = model.named_modules()
     adapted = {name.rpartition(".")[2] for name, module in modules if hasattr(module, "lora_A")}
     assert adapted == set(TARGET_MODULES)
+
     ids, mask = random_batch([9, 5])
     batch = {"input_ids": ids, "attention_mask": mask}
     model.train()(**batch, **labels)[0].sum().backward()
@@ -182,22 +200,25 @@ def test_lora(head, tmp_path):
         assert (p.grad is not None) == p.requires_grad
         assert p.requires_grad or "lora_" not in name
         assert not p.requires_grad or "base_layer" not in name
+
     model.eval()
     with torch.no_grad():
         unmerged = model(**batch)[0]
         model.save_pretrained(tmp_path)
-        again = peft.PeftModel.from_pretrained(make_model(model_class), tmp_path).eval()
+        loaded = peft.PeftModel.from_pretrained(make_model(model_class), tmp_path).eval()
         if task in (None, "FEATURE_EXTRACTION"):
-            assert_same(again(**batch)[0], unmerged, what="output of the saved adapter")
+            assert_same(loaded(**batch)[0], unmerged, what="output of the saved adapter")
         with model.disable_adapter():
-            assert (model(**batch)[0] - unmerged).abs().max() > 1e-3, "the adapter does nothing"
+            assert (model(**batch)[0] - unmerged).abs().max() > 1e-3, (
+                "The adapter must change the output."
+            )
         merged = model.merge_and_unload()
         assert type(merged) is model_class
         assert_same(merged(**batch)[0], unmerged, what="merged output")
 
 
 # ------------------------------------------------------------------------------------------------
-# pipelines
+# Pipelines
 
 
 TEXTS = [
@@ -207,22 +228,26 @@ TEXTS = [
 
 
 def pipeline(task, model_class, tokenizer, **fields):
+    """Return a pipeline and its tiny model, or skip the test if there is no such pipeline."""
     model = make_model(model_class, vocab_size=30522, num_hidden_layers=2, **fields)
     try:
         return transformers.pipeline(task, model=model, tokenizer=tokenizer, device="cpu"), model
     except KeyError as error:
         if "question-answering" not in str(error):
             raise
-        pytest.skip(f"transformers {transformers.__version__} has no {task} pipeline")
+        pytest.skip(f"transformers {transformers.__version__} has no {task} pipeline.")
 
 
 def ids_of(tokenizer, text):
+    """Return the token IDs of a text, (1, L)."""
     return tokenizer(text, return_tensors="pt")["input_ids"]
 
 
 @torch.no_grad()
 def test_fill_mask(tokenizer):
+    """The fill-mask pipeline returns the most probable tokens and their probabilities."""
     pipe, model = pipeline("fill-mask", NeoBERTForMaskedLM, tokenizer)
+
     for text, answers in zip(TEXTS, pipe(TEXTS, batch_size=2, top_k=3)):
         ids = ids_of(tokenizer, text)
         (logits,) = model(ids).logits[ids == tokenizer.mask_token_id]
@@ -233,6 +258,7 @@ def test_fill_mask(tokenizer):
 
 
 def test_feature_extraction(tokenizer):
+    """The feature-extraction pipeline returns the last hidden states."""
     pipe, model = pipeline("feature-extraction", NeoBERTModel, tokenizer)
     for text, features in zip(TEXTS, pipe(TEXTS)):
         assert_same(torch.tensor(features)[0], last_states(model, ids_of(tokenizer, text)[0]))
@@ -240,11 +266,13 @@ def test_feature_extraction(tokenizer):
 
 @torch.no_grad()
 def test_token_classification(tokenizer):
+    """The token-classification pipeline returns the label with the largest logit for each token."""
     labels = {0: "O", 1: "PER", 2: "LOC"}
     fields = {"num_labels": 3, "id2label": labels}
     pipe, model = pipeline(
         "token-classification", neobert.NeoBERTForTokenClassification, tokenizer, **fields
     )
+
     for text, entities in zip(TEXTS, pipe(TEXTS, batch_size=2)):
         classes = model(ids_of(tokenizer, text)).logits[0].argmax(-1).tolist()[1:-1]
         expected = {i + 1: labels[label] for i, label in enumerate(classes) if label}
@@ -253,6 +281,7 @@ def test_token_classification(tokenizer):
 
 
 def test_question_answering(tokenizer):
+    """The question-answering pipeline returns a span of the context."""
     pipe, model = pipeline("question-answering", neobert.NeoBERTForQuestionAnswering, tokenizer)
     context = "NeoBERT has 28 layers. It was trained on RefinedWeb."
     answer = pipe(question="How many layers?", context=context)
@@ -265,8 +294,11 @@ def test_question_answering(tokenizer):
 
 @pytest.fixture
 def sentence_model(tmp_path, tokenizer):
-    """A plain model folder, which gets mean pooling, in sentence-transformers; and a check of the
-    vectors of texts in one batch."""
+    """Return a SentenceTransformer of a plain model, and a function that checks its embeddings.
+
+    sentence-transformers adds mean pooling to a plain model. The function encodes several texts in
+    one batch and compares each embedding with the mean of the reference states.
+    """
     sentence_transformers = pytest.importorskip("sentence_transformers")
     model = make_model(NeoBERTModel, vocab_size=30522, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
@@ -285,23 +317,30 @@ def sentence_model(tmp_path, tokenizer):
 
 
 def test_sentence_transformer_packs_for_flash(sentence_model, monkeypatch):
-    """Asked for flash attention, sentence-transformers sends one packed row with the packing
-    arguments."""
+    """With flash attention, sentence-transformers packs the batch itself.
+
+    The model gets a single row with the arguments of a packed batch, and the embeddings are right.
+    """
     encoder, check = sentence_model
     flash = install_flash(monkeypatch)
     if not hasattr(encoder[0], "unpad_inputs"):
-        pytest.skip("this sentence-transformers does not pack")
-    (inner,) = (module for module in encoder.modules() if isinstance(module, NeoBERTModel))
-    inner.config._attn_implementation = "flash_attention_2"
+        pytest.skip("This version of sentence-transformers does not pack batches.")
+
+    (backbone,) = (module for module in encoder.modules() if isinstance(module, NeoBERTModel))
+    backbone.config._attn_implementation = "flash_attention_2"
     encoder[0].unpad_inputs = True
     assert encoder[0].can_flatten_inputs
+
     shapes = []
-    inner.encoder.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    backbone.encoder.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     check()
-    assert len(shapes) == 1 and shapes[0][0] == 1, f"the batch arrived as {shapes}, not packed"
+    assert len(shapes) == 1 and shapes[0][0] == 1, (
+        f"The inputs must be a single packed row, got inputs of shapes {shapes}."
+    )
     assert len(flash.calls[0]["cu_seqlens_q"]) == 4
 
 
 def test_adapters_are_on_every_linear_layer_of_a_block():
+    """The default LoRA targets are all linear layers of a block, for SwiGLU and for GELU."""
     assert default_targets(NeoBERTConfig(**FIELDS)) == ["qkv", "wo", "w12", "w3"]
     assert default_targets(NeoBERTConfig(**FIELDS, **LEARNED)) == ["qkv", "wo", "ffn.0", "ffn.2"]

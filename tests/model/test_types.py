@@ -1,6 +1,6 @@
 """Test that public functions have types for their parameters and results.
 
-`make lint` checks them with mypy.
+mypy checks in `make lint` whether the types are correct.
 """
 
 import inspect
@@ -16,10 +16,14 @@ PUBLIC = [getattr(neobert, name) for name in neobert.__all__ if not name.startsw
 
 
 def public_functions(thing):
-    """Functions that `thing` itself defines: it, or its methods and properties, `__init__` too."""
+    """Yield `thing` if it is a function, or the public functions of a class.
+
+    These are its methods and properties, including inherited ones of this package and `__init__`.
+    """
     if inspect.isfunction(thing):
         yield thing
         return
+
     for cls in thing.__mro__:
         if not cls.__module__.startswith("neobert"):
             continue
@@ -35,6 +39,7 @@ def public_functions(thing):
 
 @pytest.mark.parametrize("thing", [*PUBLIC, Packing, PackedEncoder], ids=lambda x: x.__name__)
 def test_public_functions_have_types(thing):
+    """Every parameter except for `self`, `cls`, `*args` and `**kwargs` has a type."""
     missing = []
     for function in public_functions(thing):
         signature = inspect.signature(function)
@@ -48,4 +53,5 @@ def test_public_functions_have_types(thing):
                 missing.append(f"{function.__qualname__}({name})")
         if function.__name__ != "__init__" and signature.return_annotation is inspect._empty:
             missing.append(f"{function.__qualname__} ->")
+
     assert not missing

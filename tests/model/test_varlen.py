@@ -1,7 +1,7 @@
 """Test the variable-length kernel without a GPU.
 
-torch's own wrapper `torch.nn.attention.varlen` runs on CPU kernels of its two operators. The
-signatures of other versions of torch are recorded here.
+torch's wrapper `torch.nn.attention.varlen` runs on CPU kernels for its two operators. The call is
+also compared with the signatures of other versions of torch.
 """
 
 import inspect
@@ -22,17 +22,17 @@ from neobert import NeoBERTForMaskedLM, NeoBERTModel, attention_neobert, modelin
 
 
 varlen = pytest.importorskip(
-    "torch.nn.attention.varlen", reason="torch before 2.10 has no variable-length attention"
+    "torch.nn.attention.varlen", reason="torch.nn.attention.varlen needs torch 2.10 or newer"
 )
 PARAMETERS = inspect.signature(varlen.varlen_attn).parameters
 has_num_splits = pytest.mark.skipif(
-    "num_splits" not in PARAMETERS, reason="torch before 2.12 has no num_splits"
+    "num_splits" not in PARAMETERS, reason="num_splits needs torch 2.12 or newer"
 )
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Select the kernel as on a GPU, and return the options of its calls."""
+    """Select the kernel as on a GPU, and yield the options of its calls."""
     for module in (modeling_neobert, attention_neobert):
         monkeypatch.setattr(module, "attention_kernel", lambda *args: ("varlen", None))
     with varlen_on_cpu() as calls:
@@ -40,7 +40,7 @@ def calls(monkeypatch):
 
 
 def gradients(model, batches, count):
-    """Return the gradients of all parameters for the loss of `count` labels."""
+    """Return the gradients of all parameters for a loss that is averaged over `count` labels."""
     model.zero_grad()
     for batch in batches:
         model(**batch, num_items_in_batch=count).loss.backward()
@@ -50,6 +50,7 @@ def gradients(model, batches, count):
 @pytest.mark.parametrize("layout", ["packed by the model", "packed by the caller"])
 @torch.no_grad()
 def test_outputs_are_those_of_the_formulas(calls, layout):
+    """The kernel gives the outputs of the float64 reference."""
     ids, mask = random_batch([12, 3, 12, 1, 7])
     model = make_model(NeoBERTModel)
     if layout == "packed by the model":
@@ -61,6 +62,7 @@ def test_outputs_are_those_of_the_formulas(calls, layout):
 
 
 def test_gradients_are_those_of_single_texts(calls, monkeypatch):
+    """The kernel gives the gradients of the eager model for single texts."""
     ids, mask = random_batch([12, 3, 12, 1, 7])
     model = make_model(NeoBERTForMaskedLM)
     labels = ids.masked_fill(mask == 0, -100)
@@ -77,13 +79,17 @@ def test_gradients_are_those_of_single_texts(calls, monkeypatch):
 
 @torch.no_grad()
 def test_scale(calls):
-    """torch 2.10 has no argument for the scale, so the default scale is not passed."""
+    """The kernel applies the scale.
+
+    torch 2.10 has no argument for the scale, so the default scale is not passed.
+    """
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
     packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     attention = attention_neobert.AttentionDispatch("varlen", None, packing=packing)
     expected = attention_neobert.AttentionDispatch(
         "sequences", None, attention_neobert.eager_attention_forward, packing
     )
+
     module = torch.nn.Module()
     for scaling in (0.25, 0.2) if "scale" in PARAMETERS else (0.25,):
         outputs = [
@@ -92,12 +98,14 @@ def test_scale(calls):
         ]
         assert outputs[0][1] is None and outputs[0][0].shape == (1, 12, 4, 16)
         assert_same(outputs[0][0], outputs[1][0], what=f"scale {scaling}")
+
     assert [call.get("scale") for call in calls] == [None, 0.2][: len(calls)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_dtype_reaches_the_kernel(calls, dtype):
+    """The kernel runs in the dtype of the model."""
     ids, mask = random_batch([9, 5])
     model = make_model(NeoBERTModel).to(dtype)
     hidden = model(ids, attention_mask=mask).last_hidden_state
@@ -107,7 +115,10 @@ def test_dtype_reaches_the_kernel(calls, dtype):
 @has_num_splits
 @torch.no_grad()
 def test_num_splits_reaches_the_kernel(calls, warnings):
-    """With one split, a GPU computes the same bits for a sequence in any batch."""
+    """`num_splits` is passed to the kernel without a warning.
+
+    With one split, a GPU computes the same bits for a sequence in any batch.
+    """
     ids, mask = random_batch([9, 5])
     model = make_model(NeoBERTModel)
     for num_splits in (None, 1):
@@ -117,7 +128,7 @@ def test_num_splits_reaches_the_kernel(calls, warnings):
     assert not warnings("Check the spelling")
 
 
-# Parameters after the first seven, by version of torch. 2.12 and 2.13 are equal.
+# Parameters after the first seven, by version of torch. Those of 2.12 and 2.13 are equal.
 SIGNATURES = {
     "2.10": "is_causal=False, return_aux=None",
     "2.11": "*, return_aux=None, scale=None, window_size=(-1, -1)",
@@ -130,22 +141,25 @@ POSITIONAL = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
 @pytest.mark.parametrize("version", [*SIGNATURES, "installed"])
 @torch.no_grad()
 def test_the_call_fits_the_signature(version, monkeypatch):
-    """Bind the call of a model with the default scale to the signature of every version."""
+    """The call for the default scale is valid for every version of torch."""
     signature = inspect.signature(varlen.varlen_attn)
     if version in SIGNATURES:
         namespace = {}
         exec(f"def function({POSITIONAL}, {SIGNATURES[version]}): pass", namespace)
         signature = inspect.signature(namespace["function"])
-    bound = []
+
+    arguments = []
 
     def record(*args, **kwargs):
-        bound.append(signature.bind(*args, **kwargs).arguments)
+        arguments.append(signature.bind(*args, **kwargs).arguments)
         return torch.zeros_like(args[0])
 
     monkeypatch.setattr(attention_neobert, "varlen_attn", record)
     for module in (modeling_neobert, attention_neobert):
         monkeypatch.setattr(module, "attention_kernel", lambda *args: ("varlen", None))
+
     ids, mask = random_batch([9, 5])
     make_model(NeoBERTModel)(ids, attention_mask=mask)
-    assert [*bound[0]] == POSITIONAL.split(", ")
-    assert bound[0]["max_q"] == 9 and bound[0]["cu_seq_q"].tolist() == [0, 5, 14]
+
+    assert [*arguments[0]] == POSITIONAL.split(", ")
+    assert arguments[0]["max_q"] == 9 and arguments[0]["cu_seq_q"].tolist() == [0, 5, 14]

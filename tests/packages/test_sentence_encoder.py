@@ -1,4 +1,4 @@
-"""The wheel `neobert-sentence-encoder`: its content, and both of its ways to compute embeddings."""
+"""Test the wheel `neobert-sentence-encoder`: its files, and its functions `encode` and `load`."""
 
 import json
 import os
@@ -29,6 +29,8 @@ MODEL_FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
+# Program for an environment without torch: reads texts from its first argument, and writes the
+# embeddings of `encode` to the second.
 ENCODE = """
 import json, sys
 import numpy as np
@@ -52,6 +54,8 @@ else:
     raise AssertionError("None is not a text")
 np.save(sys.argv[2], embeddings)
 """
+# Program for an environment with torch: writes the embeddings of the model that `load` returns. The
+# third argument is the directory of the package.
 LOAD = """
 import json, sys
 import numpy as np
@@ -62,11 +66,12 @@ from neobert_sentence_encoder import load
 np.save(sys.argv[2], load().encode(json.load(open(sys.argv[1])), show_progress_bar=False))
 """
 DEPENDENCIES = ["numpy", "onnxruntime>=1.17", "tokenizers"]
-# Nothing may be downloaded.
+# These variables make downloads fail.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
 def run(python, code, *arguments):
+    """Run a program without a network, in the directory of its output."""
     environment = {**os.environ, **OFFLINE}
     command = [str(python), "-c", code, *map(str, arguments)]
     result = subprocess.run(
@@ -77,13 +82,16 @@ def run(python, code, *arguments):
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
-    """Create an environment with the requirements of `encode`, or skip without a network."""
+    """Return the Python of an environment with the requirements of `encode` only.
+
+    Tests that need it are skipped without a network.
+    """
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     command = [python, "-m", "pip", "install", "--quiet", *DEPENDENCIES]
     result = subprocess.run(command, capture_output=True, text=True)
-    # This is the last line of pip if no index can be reached.
+    # pip prints this message if it cannot reach an index.
     if "(from versions: none)" in result.stderr:
         pytest.skip("pip cannot reach a package index to install numpy, onnxruntime and tokenizers")
     assert result.returncode == 0, result.stderr[-2000:]
@@ -92,7 +100,11 @@ def bare_python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(bare_python, tmp_path_factory):
-    """Build the wheel; pip needs the package index for setuptools, too."""
+    """Build the wheel and return its path.
+
+    The build installs setuptools from the package index. Without a network, `bare_python` skips the
+    tests before.
+    """
     output = tmp_path_factory.mktemp("wheel")
     script = PACKAGE / "build_wheel.py"
     subprocess.run([sys.executable, script, "--output", output], check=True)
@@ -102,6 +114,7 @@ def wheel(bare_python, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_is_small_and_complete(wheel):
+    """The wheel is below 30 MB and contains exactly the code, the model and the license."""
     assert wheel.stat().st_size < 30e6
     names = zipfile.ZipFile(wheel).namelist()
     package = "neobert_sentence_encoder/"
@@ -109,6 +122,7 @@ def test_the_wheel_is_small_and_complete(wheel):
     expected |= {f"{package}__init__.py", f"{package}py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
     with zipfile.ZipFile(wheel) as file:
         for name in ("model.safetensors", "modeling_neobert.py"):
             assert file.read(f"{package}model/{name}") == (ENCODER / name).read_bytes()
@@ -116,15 +130,20 @@ def test_the_wheel_is_small_and_complete(wheel):
 
 @pytest.mark.slow
 def test_both_forms_agree_without_a_network(wheel, bare_python, tmp_path):
-    """`encode` runs in an environment without torch, `load` in this one."""
+    """`encode` and `load` return almost the same embeddings, and download nothing.
+
+    `encode` runs an int8 graph in an environment without torch, and `load` a float32 model in the
+    environment of the tests.
+    """
     lines = (ROOT / "examples" / "definitions.tsv").read_text().splitlines()
     texts = [line.split("\t")[1] for line in lines[:: len(lines) // 50]]
     texts += ["", "a", "long " * 700]
     (tmp_path / "texts.json").write_text(json.dumps(texts))
+
     install = [bare_python, "-m", "pip", "install", "--quiet", "--no-deps", wheel]
     subprocess.run(install, check=True)
-
     run(bare_python, ENCODE, tmp_path / "texts.json", tmp_path / "int8.npy")
+
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
     folder = tmp_path / "unpacked"
     run(sys.executable, LOAD, tmp_path / "texts.json", tmp_path / "torch.npy", folder)
@@ -138,6 +157,7 @@ def test_both_forms_agree_without_a_network(wheel, bare_python, tmp_path):
 
 
 def test_the_readme_names_what_the_module_has():
+    """The constants of the module and the sizes in the README are those of the model."""
     module = (PACKAGE / "neobert_sentence_encoder" / "__init__.py").read_text()
     readme = (PACKAGE / "README.md").read_text()
     config = json.loads((ENCODER / "config.json").read_text())

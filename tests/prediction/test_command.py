@@ -1,4 +1,7 @@
-"""Test `neobert predict`: values of pipelines and formulas, files, windows, resuming."""
+"""Test `neobert predict`: predictions, entities, windows, file formats and resumed runs.
+
+Predictions are compared with those of transformers pipelines and models, and with formulas.
+"""
 
 import csv
 import json
@@ -38,7 +41,7 @@ TEXTS = [f"the {word} film number {n} {'is long ' * (n % 5)}" for n, word in enu
 
 
 def write_classifier(folder, model_class=NeoBERTForSequenceClassification, **settings):
-    """Write a random classifier whose logits are far apart."""
+    """Write a classifier with random weights whose logits are far apart, and return its path."""
     torch.manual_seed(0)
     names = settings.pop("labels", LABELS)
     config = NeoBERTConfig(**SIZES, embedding_init_range=0.3, classifier_init_range=1.0, **settings)
@@ -51,6 +54,7 @@ def write_classifier(folder, model_class=NeoBERTForSequenceClassification, **set
 
 
 def write_task(folder, **values):
+    """Write the task.json of a model that `neobert finetune` has saved."""
     record = {
         "task": "classification",
         "text_columns": ["text"],
@@ -65,6 +69,7 @@ def write_task(folder, **values):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """Return the path of a classifier with three labels and temperature 2.5."""
     folder = write_classifier(tmp_path_factory.mktemp("model"))
     write_task(folder, temperature=2.5)
     return folder
@@ -72,6 +77,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tagger(tmp_path_factory):
+    """Return the path of a token classifier with the entity types X and Y."""
     folder = tmp_path_factory.mktemp("tagger")
     names = ["O", "B-X", "I-X", "B-Y", "I-Y"]
     write_classifier(folder, NeoBERTForTokenClassification, labels=names)
@@ -80,16 +86,23 @@ def tagger(tmp_path_factory):
 
 
 def run(tmp_path, rows, model, *arguments, output="out.jsonl"):
-    """Predict rows, and return the rows of the output and the summary."""
+    """Predict rows, and return the rows of the output and the summary.
+
+    The input file is written in the first call only. Later calls in the same directory read it
+    again, and ignore `rows`.
+    """
     source = tmp_path / "rows.jsonl"
     if not source.exists():
         write_jsonl(source, rows)
-    words = [source, tmp_path / output, "--model", model, *arguments]
-    summary = predict(OPTIONS["predict"].read([str(word) for word in words]), progress_bar=False)
+    command_line = [source, tmp_path / output, "--model", model, *arguments]
+    summary = predict(
+        OPTIONS["predict"].read([str(part) for part in command_line]), progress_bar=False
+    )
     return read(tmp_path / output), summary
 
 
 def read(path):
+    """Return the rows of a parquet, CSV or JSON Lines file."""
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
     text = path.read_text(encoding="utf-8")
@@ -99,10 +112,12 @@ def read(path):
 
 
 def rows_of(texts):
+    """Return rows with an id and a text."""
     return [{"id": f"r{number}", "text": text} for number, text in enumerate(texts)]
 
 
 def logits_of(model, *texts):
+    """Return the logits of a text or a pair of texts, computed by transformers."""
     classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     with torch.no_grad():
@@ -110,10 +125,11 @@ def logits_of(model, *texts):
 
 
 # ------------------------------------------------------------------------------------------------
-# values
+# labels and probabilities
 
 
 def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, model):
+    """Probabilities are the softmax of the pipeline's logits divided by the temperature."""
     predictions, summary = run(
         tmp_path, rows_of(TEXTS), model, "--probabilities", "--batch-tokens", "50"
     )
@@ -126,18 +142,22 @@ def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, mo
         assert row["prediction"] == max(logits, key=logits.get)
         assert row["probability"] == row[f"probability_{row['prediction']}"]
         assert (row["text"], list(row)[:2]) == (text, ["id", "text"])
+
     assert len({row["probability"] for row in predictions}) > 10
     assert (summary.rows, summary.missing, summary.truncation.texts) == (24, 0, 0)
 
 
 def test_several_labels_and_regression(tmp_path):
+    """Check the predictions of a multi-label model and of a regression model."""
     folder = write_classifier(tmp_path / "many", problem_type="multi_label_classification")
     write_task(folder, task="multi-label", temperature=0.5)
     predictions, _ = run(tmp_path, rows_of(TEXTS), folder, "--probabilities")
     for row in predictions:
-        chances = 1 / (1 + np.exp(-logits_of(folder, row["text"]) / 0.5))
-        assert [row[f"probability_{label}"] for label in LABELS] == pytest.approx(chances, abs=2e-5)
-        expected = [label for label, value in zip(LABELS, chances) if value > 0.5]
+        probabilities = 1 / (1 + np.exp(-logits_of(folder, row["text"]) / 0.5))
+        assert [row[f"probability_{label}"] for label in LABELS] == pytest.approx(
+            probabilities, abs=2e-5
+        )
+        expected = [label for label, value in zip(LABELS, probabilities) if value > 0.5]
         assert row["prediction"] == expected and len(row["probability"]) == len(expected)
 
     folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
@@ -147,6 +167,7 @@ def test_several_labels_and_regression(tmp_path):
 
 
 def test_pairs(tmp_path, model):
+    """A model of pairs reads two columns, and does not support windows."""
     folder = write_classifier(tmp_path / "pairs")
     write_task(folder, text_columns=["a", "b"])
     rows = [{"a": text, "b": other} for text, other in zip(TEXTS, reversed(TEXTS))]
@@ -158,23 +179,31 @@ def test_pairs(tmp_path, model):
 
 
 def test_another_encoder_runs_padded(tmp_path):
+    """BERT, which does not support packed batches, has the predictions of transformers."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30522, **SIZES, initializer_range=0.5)
     config.id2label = dict(enumerate(LABELS))
     config.num_labels = 3
     BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
     AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(tmp_path / "bert")
+
     rows = [{"text": text, "b": text[::-1]} for text in TEXTS]
     predictions, _ = run(
         tmp_path, rows, tmp_path / "bert", "--probabilities", "--batch-tokens", "60"
     )
-    for row in predictions:
+    for row, prediction in zip(rows, predictions, strict=True):
         logits = logits_of(tmp_path / "bert", row["text"])
-        assert row["prediction"] == LABELS[int(logits.argmax())]
+        assert prediction["b"] == row["b"]
+        assert prediction["prediction"] == LABELS[int(logits.argmax())]
+        probabilities = [prediction[f"probability_{label}"] for label in LABELS]
+        assert probabilities == pytest.approx(
+            (np.exp(logits) / np.exp(logits).sum()).tolist(), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_low_precision_is_close(tmp_path, model, dtype):
+    """Probabilities in bfloat16 and int8 are close to those in float32, but not equal."""
     exact, _ = run(tmp_path, rows_of(TEXTS), model, "--probabilities")
     predictions, _ = run(
         tmp_path, [], model, "--probabilities", "--dtype", dtype, output="low.jsonl"
@@ -191,6 +220,7 @@ def test_low_precision_is_close(tmp_path, model, dtype):
 
 
 def test_entities_are_those_of_the_words(tmp_path, tagger):
+    """Entities follow from the tags that the model predicts for the first token of each word."""
     from neobert.finetuning.tagging import find_entities, split_words
 
     predictions, _ = run(tmp_path, rows_of(TEXTS), tagger)
@@ -198,7 +228,7 @@ def test_entities_are_those_of_the_words(tmp_path, tagger):
     tokenizer = AutoTokenizer.from_pretrained(tagger)
     count = 0
     for row in predictions:
-        # Each word of these texts starts a token of its own, which follows [CLS].
+        # No token of these texts spans several words, so each word starts with a token of its own.
         words = split_words(row["text"])
         encoded = tokenizer(row["text"], return_tensors="pt", return_offsets_mapping=True)
         offsets = encoded.pop("offset_mapping")[0].tolist()
@@ -216,6 +246,7 @@ def test_entities_are_those_of_the_words(tmp_path, tagger):
 
 
 def test_lists_of_words_get_tags(tmp_path, tagger):
+    """A list of words has the entities of the joined text, and additionally one tag per word."""
     texts, _ = run(tmp_path, rows_of(["the good film"]), tagger)
     write_jsonl(tmp_path / "rows.jsonl", [{"text": ["the", "good", "film"]}])
     predictions, _ = run(tmp_path, [], tagger, output="split.jsonl")
@@ -224,10 +255,14 @@ def test_lists_of_words_get_tags(tmp_path, tagger):
 
 
 def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
-    """Every word has a tag, also behind the limit, and windows give entities once."""
+    """With windows, the words after the model's maximum length are tagged, too.
+
+    Windows overlap, and each entity must be returned once, with its position in the text.
+    """
     text = " ".join(f"word{n % 7} of town {n % 3}." for n in range(60))
-    cut, summary = run(tmp_path, rows_of([text]), tagger)
+    truncated, summary = run(tmp_path, rows_of([text]), tagger)
     assert summary.truncation.texts == 1 and "1 texts truncated by" in summary.describe()
+
     predictions, summary = run(
         tmp_path, [], tagger, "--long-texts", "windows", "--overlap", "20", output="all.jsonl"
     )
@@ -235,12 +270,13 @@ def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
     entities = predictions[0]["prediction"]
     starts = [entity["start"] for entity in entities]
     assert starts == sorted(set(starts))
-    assert max(starts) > len(text) / 2 > max(entity["end"] for entity in cut[0]["prediction"])
+    assert max(starts) > len(text) / 2 > max(entity["end"] for entity in truncated[0]["prediction"])
     for before, after in zip(entities, entities[1:]):
         assert before["end"] <= after["start"]
 
 
 def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
+    """The logits of a long text are the mean of the logits of its windows."""
     long = " ".join(f"Sentence {n} is good." for n in range(40))
     predictions, summary = run(
         tmp_path, rows_of([long, "short"]), model, "--long-texts", "windows", "--probabilities"
@@ -266,6 +302,7 @@ def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
 
 
 def test_formats_have_the_same_content(tmp_path, model):
+    """JSON Lines, parquet and CSV outputs have the same rows, also if written in several parts."""
     rows = [{"n": n, "text": text, "list": [n]} for n, text in enumerate(TEXTS)]
     jsonl, _ = run(tmp_path, rows, model, "--rows", "7")
     parquet, _ = run(tmp_path, [], model, "--rows", "7", output="out.parquet")
@@ -278,6 +315,7 @@ def test_formats_have_the_same_content(tmp_path, model):
 
 
 def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):
+    """Cells that look like numbers, quotes and empty cells are not changed in a CSV output."""
     lines = ["id;x,text", '007,"a ""quoted"", text"', "1e3,", "+7,été"]
     (tmp_path / "in.csv").write_text("\n".join(lines), encoding="utf-8")
     arguments = [tmp_path / "in.csv", tmp_path / "out.csv", "--model", model]
@@ -285,12 +323,16 @@ def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):
     predictions = read(tmp_path / "out.csv")
     assert [row["id;x"] for row in predictions] == ["007", "1e3", "+7"]
     assert [row["text"] for row in predictions] == ['a "quoted", text', "", "été"]
-    # A row without a text has no prediction.
+    # The second row has no text, and therefore no prediction.
     assert predictions[1]["prediction"] == "" and predictions[2]["prediction"] in LABELS
 
 
 def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
-    whole, _ = run(tmp_path, rows_of(TEXTS), model, "--rows", "5")
+    """A resumed run computes the missing parts only, and writes the same file.
+
+    The run is interrupted after two of five parts.
+    """
+    expected, _ = run(tmp_path, rows_of(TEXTS), model, "--rows", "5")
     content = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").unlink()
 
@@ -307,6 +349,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [], model, "--rows", "5")
     assert not (tmp_path / "out.jsonl").exists()
+    # Other options cannot resume the run.
     with pytest.raises(UserError, match="rows 5, now 6"):
         run(tmp_path, [], model, "--rows", "6")
 
@@ -316,10 +359,12 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     )
     predictions, summary = run(tmp_path, [], model, "--rows", "5")
     assert len(calls) == 3 and summary.rows == 24
-    assert (tmp_path / "out.jsonl").read_bytes() == content and predictions == whole
+    assert (tmp_path / "out.jsonl").read_bytes() == content and predictions == expected
 
     monkeypatch.setattr(command, "PackedClassifier", None)
-    assert run(tmp_path, [], model, "--rows", "5")[1] == summary, "a finished run loads no model"
+    assert run(tmp_path, [], model, "--rows", "5")[1] == summary, (
+        "A finished run must not load the model."
+    )
     with pytest.raises(UserError, match="was written with other settings"):
         run(tmp_path, [], model, "--rows", "5", "--dtype", "bfloat16")
 
@@ -334,11 +379,13 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     ],
 )
 def test_errors_are_one_sentence(tmp_path, model, rows, arguments, message):
+    """Check the messages about input rows and outputs that cannot be used."""
     with pytest.raises(UserError, match=message):
         run(tmp_path, rows, model, **arguments)
 
 
 def test_existing_files_are_kept(tmp_path, model):
+    """A file that the command did not write is never replaced."""
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(UserError, match="already exists, and is no output of neobert predict"):
         run(tmp_path, rows_of(TEXTS), model)
@@ -346,6 +393,7 @@ def test_existing_files_are_kept(tmp_path, model):
 
 
 def test_a_model_without_a_head_is_refused(tmp_path):
+    """The model must be a classifier, not an encoder."""
     runs.write_model(tmp_path / "encoder")
     with pytest.raises(
         UserError, match="`model` must be a classifier, got .* architecture NeoBERT"

@@ -1,7 +1,7 @@
-"""Test the files that `neobert pretrain` writes next to the weights.
+"""Test the adaptation of a model to other texts with `neobert pretrain`.
 
-Covers adaptation.md, which compares the final model with the initial model and its own tokenizer,
-the model card, and defaults by model.
+Covers `adaptation.md`, which compares the final model with the initial model, the model card, and
+the defaults that depend on the model, the texts and the device.
 """
 
 import dataclasses
@@ -28,79 +28,110 @@ from neobert.pretraining.run import resolve_options
 
 @pytest.fixture(scope="module", name="start")
 def make_start(corpus):
-    """A trained English model, and Spanish texts for training and validation."""
+    """Return the output directory of a model trained on English, and write Spanish texts."""
     spanish = ["los hombres cantan canciones", "las manzanas verdes caen", "el agua fría baja"]
     lines = [f"{spanish[i % 3]} {spanish[i % 2]}" for i in range(300)]
     (corpus / "spanish.txt").write_text("\n".join(lines) + "\n")
     (corpus / "spanish-validation.txt").write_text("\n".join(reversed(lines[:60])) + "\n")
+
     run_of(arguments_of(corpus, corpus / "start", max_steps=60, save_steps=60))
     return corpus / "start"
 
 
-def _adapt(corpus, start, out, **more):
-    sets = {"spanish": "spanish-validation.txt", "english": "validation.txt"}
-    values = {
+def _adapt(corpus, start, out, **overrides):
+    """Return the command line of a run that adapts the English model to Spanish.
+
+    The run has a Spanish and an English validation set.
+    """
+    validation_files = {"spanish": "spanish-validation.txt", "english": "validation.txt"}
+    options = {
         "init_from": start,
         "model_config": None,
         "dataset": corpus / "spanish.txt",
         "prepared": out / "prepared",
-        "validation": json.dumps({name: str(corpus / file) for name, file in sets.items()}),
+        "validation": json.dumps(
+            {name: str(corpus / file) for name, file in validation_files.items()}
+        ),
         "max_steps": 12,
         "save_steps": 12,
     }
-    return arguments_of(corpus, out, **values | more)
+    return arguments_of(corpus, out, **options | overrides)
 
 
 def test_the_page_says_what_was_won_and_lost(corpus, start, tmp_path, caplog):
+    """Check the table of adaptation.md, which is repeated in the model card.
+
+    The initial metrics are those of a separate run with `--evaluate-only`. The model must improve
+    on Spanish and get worse on English.
+    """
     caplog.set_level("INFO")
-    metrics = run_of(_adapt(corpus, start, tmp_path / "out"))
-    given = run_of([*_adapt(corpus, start, tmp_path / "measured"), "--evaluate-only"])
+    final_metrics = run_of(_adapt(corpus, start, tmp_path / "out"))
+    initial_metrics = run_of([*_adapt(corpus, start, tmp_path / "measured"), "--evaluate-only"])
+
     page = (tmp_path / "out" / "adaptation.md").read_text()
     assert "| validation text | initial model | after | change |" in page
     card = (tmp_path / "out" / "README.md").read_text()
     table = page.removeprefix("# Before and after\n\n")
     assert card.endswith(f"## Validation\n\n{table}")
     assert "/start` on `" in card and "/spanish.txt`." in card and "| steps | 12 |" in card
+
     for name in ("spanish", "english"):
-        before, after = (values[f"eval_{name}_bits_per_character"] for values in (given, metrics))
-        errors = [values[f"eval_{name}_bits_per_character_error"] for values in (given, metrics)]
+        before, after = (
+            metrics[f"eval_{name}_bits_per_character"]
+            for metrics in (initial_metrics, final_metrics)
+        )
+        errors = [
+            metrics[f"eval_{name}_bits_per_character_error"]
+            for metrics in (initial_metrics, final_metrics)
+        ]
         line = f"| {name} bits per character | {before:.3f} ± {errors[0]:.3f} |"
         line += f" {after:.3f} ± {errors[1]:.3f} | {after - before:+.3f} |"
         assert line in page and (after < before) is (name == "spanish"), page
+
+    # The command of a finished run returns the metrics of that run.
     caplog.clear()
-    assert run_of(_adapt(corpus, start, tmp_path / "out")) == metrics
+    assert run_of(_adapt(corpus, start, tmp_path / "out")) == final_metrics
     assert "the run has already finished" in caplog.text
 
 
 def test_a_new_vocabulary_is_compared_with_the_given_model(corpus, start, tmp_path):
-    """Check that forgetting is visible: changes are relative to the model with its own tokenizer.
+    """Check that changes are relative to the initial model with its original tokenizer.
 
-    The reference values come from runs of their own that only measure.
+    Relative to the untrained new embeddings, the table would not show what the model has forgotten.
+    The reference values come from separate runs with `--evaluate-only`.
     """
     arguments = ["--vocab-size", "192", "--output", str(tmp_path / "tokenizer")]
     assert cli.main(["tokenizer", str(corpus / "spanish.txt"), *arguments]) == 0
-    new = {"tokenizer": tmp_path / "tokenizer", "init_embeddings": "transfer", "max_steps": 3}
-    options = {**new, "model_config": json.dumps({"dropout": 0.1})}
-    metrics = run_of(_adapt(corpus, start, tmp_path / "out", **options))
-    given = run_of([*_adapt(corpus, start, tmp_path / "given"), "--evaluate-only"])
-    untrained = run_of([*_adapt(corpus, start, tmp_path / "new", **new), "--evaluate-only"])
+    transfer_options = {
+        "tokenizer": tmp_path / "tokenizer",
+        "init_embeddings": "transfer",
+        "max_steps": 3,
+    }
+    options = {**transfer_options, "model_config": json.dumps({"dropout": 0.1})}
+
+    final_metrics = run_of(_adapt(corpus, start, tmp_path / "out", **options))
+    initial_metrics = run_of([*_adapt(corpus, start, tmp_path / "given"), "--evaluate-only"])
+    untrained_metrics = run_of(
+        [*_adapt(corpus, start, tmp_path / "new", **transfer_options), "--evaluate-only"]
+    )
 
     page = (tmp_path / "out" / "adaptation.md").read_text()
     assert "| initial model, own tokenizer | untrained new rows | after | change |" in page
     for name in ("spanish", "english"):
         key = f"eval_{name}_bits_per_character"
-        assert untrained[key.replace("eval", "start")] == given[key]
+        assert untrained_metrics[key.replace("eval", "start")] == initial_metrics[key]
         cells = [
-            f"{values[key]:.3f} ± {values[f'{key}_error']:.3f}"
-            for values in (given, untrained, metrics)
+            f"{metrics[key]:.3f} ± {metrics[f'{key}_error']:.3f}"
+            for metrics in (initial_metrics, untrained_metrics, final_metrics)
         ]
-        change = f"{metrics[key] - given[key]:+.3f}"
+        change = f"{final_metrics[key] - initial_metrics[key]:+.3f}"
         assert f"| {name} bits per character | {' | '.join(cells)} | {change} |" in page
-    # Masked accuracy of two vocabularies is not comparable.
+
+    # The masked accuracies of two vocabularies are not comparable, so the table has no change.
     rows = [line for line in page.splitlines() if " masked accuracy | " in line]
     assert len(rows) == 2 and all(row.endswith("|  |") for row in rows)
 
-    # Dropout follows the random state, which the additional measurement must not change.
+    # Dropout depends on the random state, which the evaluation before training must not change.
     options["validation"] = None
     run_of(_adapt(corpus, start, tmp_path / "without", **options))
     logs = [log_of(tmp_path / name) for name in ("out", "without")]
@@ -108,11 +139,12 @@ def test_a_new_vocabulary_is_compared_with_the_given_model(corpus, start, tmp_pa
 
 
 def test_a_text_that_the_old_vocabulary_cannot_represent(corpus, start, tmp_path):
-    """Check that such a set has neither a value of the given model nor a change."""
+    """Check that the table has neither an initial value nor a change for such a validation set."""
     (corpus / "signs.txt").write_text("\u0aa0 \u0aa0\u0aa2 \u0aa2\n" * 200)
     (corpus / "signs-validation.txt").write_text("\u0aa0\u0aa2 \u0aa2 \u0aa0\n" * 20)
     arguments = ["--vocab-size", "192", "--output", str(tmp_path / "tokenizer")]
     assert cli.main(["tokenizer", str(corpus / "signs.txt"), *arguments]) == 0
+
     options = {
         "dataset": corpus / "signs.txt",
         "validation": corpus / "signs-validation.txt",
@@ -121,6 +153,7 @@ def test_a_text_that_the_old_vocabulary_cannot_represent(corpus, start, tmp_path
         "max_steps": 3,
     }
     run_of(_adapt(corpus, start, tmp_path / "out", **options))
+
     (line,) = (
         line
         for line in (tmp_path / "out" / "adaptation.md").read_text().splitlines()
@@ -130,14 +163,18 @@ def test_a_text_that_the_old_vocabulary_cannot_represent(corpus, start, tmp_path
 
 
 def test_the_recipe_fits_a_small_model_on_a_cpu(corpus, start, tmp_path, monkeypatch):
-    """Check the command of the README: nothing but the model, the texts and the output is set."""
+    """Check the command of the README, which sets only the model, the texts and the output.
+
+    The recipe derives the maximum length, the dtype, the learning rate and the number of steps.
+    """
     monkeypatch.chdir(tmp_path)
-    given = ["recipes/adapt_domain.yaml", "--init-from", str(start), "--output", "out"]
-    given += ["--dataset", str(corpus / "spanish.txt")]
-    given += ["--validation", str(corpus / "spanish-validation.txt"), "--report-to", "none"]
-    assert cli.main(["pretrain", *given]) == 0
+    arguments = ["recipes/adapt_domain.yaml", "--init-from", str(start), "--output", "out"]
+    arguments += ["--dataset", str(corpus / "spanish.txt")]
+    arguments += ["--validation", str(corpus / "spanish-validation.txt"), "--report-to", "none"]
+    assert cli.main(["pretrain", *arguments]) == 0
+
     result = json.loads((tmp_path / "out" / "result.json").read_text())
-    # 64 tokens are the model's context, 32 its hidden size.
+    # The model has a context length of 64 tokens and a hidden size of 32.
     assert result["max_length"] == 64
     assert result["environment"]["dtype"] == "float32"
     assert result["learning_rate"] == pytest.approx(3e-4 * 768 / 32)
@@ -146,57 +183,77 @@ def test_the_recipe_fits_a_small_model_on_a_cpu(corpus, start, tmp_path, monkeyp
 
 
 def test_epochs_become_steps():
+    """Check the conversion of epochs to optimizer steps, which is rounded up."""
     assert schedule.steps_of_epochs(3, [1000, 200], [], 100) == 36
     assert schedule.steps_of_epochs(0.01, [1000], [], 100) == 1
-    # The first source ends after 100 / 0.5 = 200 texts, before the second one after 400.
+    # The first source is exhausted after 100 / 0.5 = 200 texts, and the second one after 400. The
+    # epoch ends with the first source.
     assert schedule.steps_of_epochs(2, [100, 200], [0.5, 0.5], 64) == 7
 
 
 def test_epochs_and_steps_are_both_limits(corpus, tmp_path):
-    def steps(**more):
-        run = pretrain.read_run(arguments_of(corpus, tmp_path, **more))
+    """Check that a run ends at the lower limit of `max_steps` and `num_train_epochs`."""
+
+    def steps(**overrides):
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **overrides))
         tokenizer = load_tokenizer(str(ROOT / "tokenizer"))
         return resolve_options(run, None, tokenizer).training.max_steps
 
     assert steps(max_steps=7) == 7
-    text = load_prepared(corpus / "prepared" / "train")
-    assert steps(num_train_epochs=2, max_steps=10_000) == -(-2 * int(text.lengths.sum()) // 256)
+    texts = load_prepared(corpus / "prepared" / "train")
+    assert steps(num_train_epochs=2, max_steps=10_000) == -(-2 * int(texts.lengths.sum()) // 256)
     assert steps(num_train_epochs=2, max_steps=5) == 5
-    texts = {"micro_batch_size": 6, "micro_batch_tokens": None, "gradient_accumulation_steps": 2}
-    assert steps(num_train_epochs=2, max_steps=10_000, **texts) == 2 * 360 // 12
+
+    # The size of a batch is a number of texts, and the corpus has 360 texts.
+    batch_options = {
+        "micro_batch_size": 6,
+        "micro_batch_tokens": None,
+        "gradient_accumulation_steps": 2,
+    }
+    assert steps(num_train_epochs=2, max_steps=10_000, **batch_options) == 2 * 360 // 12
+
     with pytest.raises(UserError, match="`num_train_epochs` needs prepared text"):
         steps(num_train_epochs=2, streaming="true")
 
 
 @pytest.mark.parametrize("hidden_size, expected", [(192, 1.2e-3), (768, 3e-4), (1024, 3e-4)])
 def test_the_adaptation_learning_rate(hidden_size, expected):
+    """Check that the default learning rate is higher for models smaller than NeoBERT."""
     assert schedule.adaptation_learning_rate(hidden_size) == pytest.approx(expected)
 
 
 def test_bf16_auto_follows_the_accelerator(corpus, tmp_path, monkeypatch):
+    """Check that `bf16: auto` selects bfloat16 on an accelerator, unless fp16 or the CPU is set."""
     run = pretrain.read_run(arguments_of(corpus, tmp_path, bf16="auto"))
     assert not run.training.bf16
+
     monkeypatch.setattr(schedule, "supports_bf16", lambda: True)
     assert not pretrain.read_run(
         [*arguments_of(corpus, tmp_path, bf16="auto"), "--use-cpu"]
     ).training.bf16
+
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(schedule, "training_arguments", lambda output, given, fixed: _Given(given))
+    monkeypatch.setattr(
+        schedule,
+        "training_arguments",
+        lambda output, settings, fixed: _FakeTrainingArguments(settings),
+    )
     assert schedule.make_training_arguments(run.options).bf16
     options = dataclasses.replace(run.options, trainer={"fp16": True})
     assert not schedule.make_training_arguments(options).bf16
 
 
-class _Given:
-    """TrainingArguments that accept bfloat16 on any machine."""
+class _FakeTrainingArguments:
+    """Replacement for TrainingArguments, which reject bfloat16 on a machine that lacks it."""
 
     n_gpu = 0
 
-    def __init__(self, given):
-        self.bf16 = given["bf16"]
+    def __init__(self, settings):
+        self.bf16 = settings["bf16"]
 
 
 def test_emulated_bf16_is_not_supported(monkeypatch):
+    """Check that a GPU which only emulates bfloat16 does not count as supporting it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     assert not schedule.supports_bf16()
@@ -207,6 +264,7 @@ def test_emulated_bf16_is_not_supported(monkeypatch):
 
 
 def test_a_run_without_a_start_has_no_page(corpus, tmp_path):
+    """Check that a run from random weights has its metrics in the model card only."""
     run_of(arguments_of(corpus, tmp_path, max_steps=3, validation=corpus / "validation.txt"))
     assert not list(tmp_path.glob("adaptation*"))
     card = (tmp_path / "README.md").read_text()

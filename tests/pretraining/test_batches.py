@@ -1,7 +1,7 @@
 """Test the batches of pre-training.
 
-Long texts are truncated or split, every text occurs once per epoch within the token budget, batches
-depend only on seed and number, and lengths are mixed as in the paper.
+Long texts are truncated or split, every text occurs once per epoch, batches keep their token budget
+and depend only on the seed and their number, and lengths are mixed as in the paper.
 """
 
 import numpy as np
@@ -24,12 +24,18 @@ def _tokenized_texts(lengths):
 
 
 def _batches(lengths, tokenizer, count=None, seed=0, **spec):
+    """Return micro-batches over texts of these lengths.
+
+    `count` is the number of micro-batches of a training run. Without it, the batches are a single
+    epoch for evaluation.
+    """
     spec = BatchOptions(**spec)
     windows = TokenWindows(_tokenized_texts(lengths), (101, 102), spec)
     return MicroBatches(windows, TokenMasking(tokenizer), spec, seed, count)
 
 
 def test_long_texts_are_truncated_or_split():
+    """Check the windows of a long and a short text, each with its boundary tokens."""
     texts = TokenizedTexts(
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
@@ -94,10 +100,10 @@ def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer)
     order = plan.order
     bounds = plan.bounds
     totals = [sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])]
-    after = [lengths[order[stop]] for stop in bounds[1:-1]]
+    next_lengths = [lengths[order[stop]] for stop in bounds[1:-1]]
     assert bounds[-1] == 500
     assert max(totals) <= 64
-    assert all(total + more > 64 for total, more in zip(totals, after))
+    assert all(total + length > 64 for total, length in zip(totals, next_lengths))
 
 
 def test_a_batch_is_a_function_of_the_seed_and_its_number(tokenizer):
@@ -120,25 +126,27 @@ def test_a_batch_is_a_function_of_the_seed_and_its_number(tokenizer):
 
 
 def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
+    """Check that rows without boundaries contain all texts, one after another."""
     lengths = [3 + i % 17 for i in range(60)]
     settings = {"layout": "packed_without_boundaries", "micro_batch_tokens": 96, "max_length": 32}
 
-    # Batches for training are full, in the second epoch too.
+    # All training batches are full, also in the second epoch.
     batches = _batches(lengths, tokenizer, 7, **settings)
     assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}
 
-    # An epoch for evaluation contains the last rows too, the very last one being shorter.
+    # An epoch for evaluation also contains the remaining rows, and its last row is shorter.
     batches = _batches(lengths, tokenizer, **settings)
     shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)]
 
-    # Text that does not fill a batch is evaluated, and refused for training.
-    few = _batches([9, 8], tokenizer, **settings)
-    assert len(few) == 1
-    assert few[0]["input_ids"].shape == (1, 17)
+    # Texts that do not fill a batch can be evaluated, but are refused for training.
+    short_epoch = _batches([9, 8], tokenizer, **settings)
+    assert len(short_epoch) == 1
+    assert short_epoch[0]["input_ids"].shape == (1, 17)
     with pytest.raises(UserError, match="`micro_batch_tokens` is 96, but the data contains fewer"):
         _batches([9, 8], tokenizer, 3, **settings)
 
+    # The concatenated rows contain each text once and unchanged.
     ids = []
     for i in range(len(batches)):
         batch = batches[i]
@@ -156,6 +164,11 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
 
 
 def test_the_mixture_samples_20_40_40_percent_from_long_texts(tokenizer):
+    """Check the mixture of the paper with shorter lengths.
+
+    20 % of the batches contain texts of any length, and 40 % each contain texts of at least 16 and
+    of at least 32 tokens.
+    """
     lengths = [8] * 60 + [16] * 30 + [32] * 30
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
     batches = _batches(
@@ -205,6 +218,7 @@ def test_impossible_batches_are_refused(settings, message):
 
 
 def test_every_batch_has_other_random_numbers():
+    """Check that the random numbers of a batch are reproducible and differ between batches."""
     samples = {tuple(torch.rand(4, generator=batch_generator(3, i)).tolist()) for i in (0, 1, 0, 7)}
     assert len(samples) == 3
 
@@ -226,6 +240,7 @@ def test_masks_of_another_seed_are_not_shifted():
 
 
 def test_the_cost_of_a_batch_by_hand():
+    """Check the tokens, squared lengths and masked tokens of one text, and of two packed texts."""
     labels = torch.tensor([[-100, 5, -100, 7, -100, -100]])
     batch = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "labels": labels}
     assert batch_counts(batch) == {"tokens": 6, "squares": 36, "masked": 2}

@@ -1,11 +1,12 @@
-"""Test that two processes train as one.
+"""Test training with two processes.
 
-DDP, FSDP2 and DeepSpeed ZeRO-2/3 have the losses of a single process with the same global batch,
-and resume exactly after a kill.
+DDP, FSDP2 and DeepSpeed ZeRO-2 and ZeRO-3 have the losses of a single process with the same global
+batch size. Runs with DDP and DeepSpeed resume exactly after an interruption, and a ZeRO-2
+checkpoint can be converted.
 
-They run on the CPU with the accelerate configurations of this repository; the ZeRO-2 checkpoint is
-converted and gives the same predictions. accelerate 1.15 starts plain DDP instead of FSDP on CPUs,
-so FSDP2 is tested with `fully_shard` per block, as fsdp2.yaml configures it.
+The tests run on the CPU. DeepSpeed uses the accelerate configurations of this repository. On CPUs,
+accelerate 1.15 starts plain DDP instead of FSDP, so FSDP2 is tested by calling `fully_shard` for
+each block, as fsdp2.yaml configures it.
 """
 
 import importlib.util
@@ -40,36 +41,45 @@ SINGLE = (
     *("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml")),
     *("--mixed_precision", "no", "--cpu"),
 )
+# Distributed types that result.json must contain.
 WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
 def _free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """Return a free TCP port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Return the working directory of the processes, with a file of random texts."""
     folder = tmp_path_factory.mktemp("distributed")
     (folder / "path").mkdir()
     (folder / "path" / "neobert").symlink_to(ROOT)
-    draw = random.Random(0)
+
+    rng = random.Random(0)
     words = "river stone music paper table winter cold water hard rock sweet sound".split()
-    texts = [" ".join(draw.choices(words, k=draw.randint(2, 20))) for _ in range(300)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(2, 20))) for _ in range(300)]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
     return folder
 
 
-def _process(folder, words):
-    """`python -m` with these words, in the folder, on the CPU."""
-    own = {"PYTHONPATH": str(folder / "path"), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *words]
+def _process(folder, arguments):
+    """Run `python -m` with these arguments in a working directory on the CPU."""
+    variables = {
+        "PYTHONPATH": str(folder / "path"),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    environment = {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def _launch(folder, name, launcher, **more):
+def _launch(folder, name, launcher, **overrides):
+    """Run `neobert pretrain` with a launcher; an option with the value None is omitted."""
     values = {
         "dataset": "texts.txt",
         "prepared": "prepared",
@@ -87,21 +97,24 @@ def _launch(folder, name, launcher, **more):
         "disable_tqdm": "true",
         "use_cpu": "true",
         "peak_tflops": 0.01,
-        **more,
+        **overrides,
     }
-    given = {key: value for key, value in values.items() if value is not None}
+    options = {key: value for key, value in values.items() if value is not None}
     arguments = [
-        piece
-        for key, value in given.items()
-        for piece in (f"--{key.replace('_', '-')}", str(value))
+        argument
+        for key, value in options.items()
+        for argument in (f"--{key.replace('_', '-')}", str(value))
     ]
     return _process(folder, [*launcher, "-m", "neobert", "pretrain", *arguments])
 
 
-def _train(folder, name, launcher, **more):
-    """Runs six steps of two micro-batches, however many processes there are, and returns the log of
-    each."""
-    run = _launch(folder, name, launcher, **more)
+def _train(folder, name, launcher, **overrides):
+    """Train six steps of two micro-batches, and return the log record of each step.
+
+    A single process accumulates the gradients of both micro-batches. Two processes compute one
+    micro-batch each.
+    """
+    run = _launch(folder, name, launcher, **overrides)
     assert run.returncode == 0, f"{name} failed:\n{run.stderr[-3000:]}"
     records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
     return [record for record in records if "loss" in record]
@@ -109,15 +122,18 @@ def _train(folder, name, launcher, **more):
 
 @pytest.fixture(scope="module")
 def single(folder):
+    """Return the log of a run with a single process."""
     return _train(folder, "single", SINGLE)
 
 
 def _torchrun(processes):
-    ports = f"--nproc_per_node {processes} --master_port {_free_port()}"
-    return ["torch.distributed.run", *ports.split()]
+    """Return the module and options of torchrun."""
+    options = f"--nproc_per_node {processes} --master_port {_free_port()}"
+    return ["torch.distributed.run", *options.split()]
 
 
 def _launcher(way):
+    """Return the module and options that start two processes."""
     if way == "ddp":
         return _torchrun(2)
     options = f"--num_processes 2 --mixed_precision no --main_process_port {_free_port()}"
@@ -127,46 +143,59 @@ def _launcher(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_give_the_losses_of_one(folder, single, way):
+    """Check the log of two processes against that of one, and that they resume exactly."""
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    both = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
+    distributed = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
+
     result = json.loads((folder / way / "result.json").read_text())
     assert (result["environment"]["processes"], result["distributed"]) == (2, WAYS[way])
-    assert len(both) == len(single) == 6
-    assert single[0]["loss"] - single[-1]["loss"] > 0.2, "vacuous: the losses do not move"
-    for one, two in zip(single, both):
+    assert len(distributed) == len(single) == 6
+    assert single[0]["loss"] - single[-1]["loss"] > 0.2, (
+        "the loss must fall, or the comparison is meaningless"
+    )
+    for one, two in zip(single, distributed):
         assert abs(one["loss"] - two["loss"]) < 1e-4
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         assert two["tokens_seen"] == one["tokens_seen"]
         assert two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
-    # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
+
+    # Restore the state of a run that was killed while it saved step 6. The same command must resume
+    # from step 3.
     (folder / way / "checkpoint-6" / "trainer_state.json").unlink()
     (folder / way / "result.json").rename(folder / way / "run.json")
-    again = _train(folder, way, _launcher(way))
-    numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
-    for one, two in zip(again, both, strict=True):
-        assert [one[name] for name in numbers] == [two[name] for name in numbers]
+    resumed = _train(folder, way, _launcher(way))
+    metrics = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
+    for one, two in zip(resumed, distributed, strict=True):
+        assert [one[name] for name in metrics] == [two[name] for name in metrics]
+
     if way == "zero2":
         _check_conversion(folder)
 
 
 def test_zero_2_takes_another_vocabulary(folder, single):
-    """Rows that are put together in each process give the losses of one process."""
+    """Check that two processes with vocabulary transfer have the losses of one.
+
+    Each process computes the new embeddings from those of the initial model.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    texts, own = str(folder / "texts.txt"), str(folder / "own")
-    train_tokenizer([str(texts), "--vocab-size", "192", "--output", str(own)])
-    given = {
+    texts = str(folder / "texts.txt")
+    tokenizer = str(folder / "own")
+    train_tokenizer([str(texts), "--vocab-size", "192", "--output", str(tokenizer)])
+    options = {
         **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transfer"},
         **{"model_config": None, "prepared": "prepared-own"},
     }
-    one = _train(folder, "one", SINGLE, **given)
-    both = _train(folder, "both", _launcher("zero2"), **given)
+
+    one = _train(folder, "one", SINGLE, **options)
+    two = _train(folder, "both", _launcher("zero2"), **options)
+
     for name in ("one", "both"):
         result = json.loads((folder / name / "result.json").read_text())
         assert result["init_rows"]["copied"] > 20
     assert result["distributed"] == "DEEPSPEED"
-    assert [record["loss"] for record in both] == pytest.approx(
+    assert [record["loss"] for record in two] == pytest.approx(
         [record["loss"] for record in one], abs=1e-4
     )
     final = NeoBERTForMaskedLM.from_pretrained(folder / "both", dtype=torch.float32)
@@ -175,7 +204,7 @@ def test_zero_2_takes_another_vocabulary(folder, single):
 
 @pytest.mark.parametrize("way", ["ddp", "zero2"])
 def test_two_processes_measure_and_weigh_as_one(folder, single, way):
-    """Weighted sources, and validation sets before and after."""
+    """Check weighted sources, and the metrics of two validation sets before and after training."""
     if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     lines = (folder / "texts.txt").read_text().splitlines()
@@ -183,25 +212,29 @@ def test_two_processes_measure_and_weigh_as_one(folder, single, way):
         changed = [" ".join(reversed(text.split())) for text in texts]
         (folder / name).write_text("\n".join(changed) + "\n")
     sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
-    given = {
+    options = {
         "dataset": json.dumps(sources),
         "validation": json.dumps({"domain": "a.txt", "general": "b.txt"}),
         "prepared": "weighted",
         "init_from": "single",
         "model_config": None,
     }
-    one = _train(folder, f"weighted-{way}-one", SINGLE, **given)
-    given["use_cpu"] = None if way == "ddp" else "true"
-    two = _train(folder, f"weighted-{way}-two", _launcher(way), **given)
+
+    one = _train(folder, f"weighted-{way}-one", SINGLE, **options)
+    options["use_cpu"] = None if way == "ddp" else "true"
+    two = _train(folder, f"weighted-{way}-two", _launcher(way), **options)
+
     for first, second in zip(one, two, strict=True):
         assert abs(first["loss"] - second["loss"]) < 1e-4
         assert first["epoch"] == pytest.approx(second["epoch"]) and first["epoch"] > 0
-    first, second = (_measured(folder / f"weighted-{way}-{name}") for name in ("one", "two"))
+    first, second = (
+        _bits_per_character(folder / f"weighted-{way}-{name}") for name in ("one", "two")
+    )
     assert first == pytest.approx(second, rel=1e-4) and len(first) == 4
 
 
-def _measured(folder):
-    """Bits per character of each validation set at the start and at the end."""
+def _bits_per_character(folder):
+    """Return the bits per character of each validation set before and after training."""
     rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     rows = [row for row in rows if "eval_domain_loss" in row]
     names = [f"eval_{name}_bits_per_character" for name in ("domain", "general")]
@@ -209,6 +242,7 @@ def _measured(folder):
 
 
 def test_zero_3_without_gathered_weights_is_refused(folder):
+    """Check the error for a configuration with which the final model could not be saved."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     config = (
@@ -219,28 +253,30 @@ def test_zero_3_without_gathered_weights_is_refused(folder):
     (folder / "ungathered.yaml").write_text(config)
     launcher = _launcher("zero3")
     launcher[launcher.index(str(CONFIGS / "zero3.yaml"))] = str(folder / "ungathered.yaml")
+
     run = _launch(folder, "refused", launcher)
     assert run.returncode
-    words = "ZeRO-3 must gather the weights of the final model"
-    assert words in run.stderr, run.stderr[-2000:]
-    assert not (folder / "refused").exists(), "nothing may be written"
+    message = "ZeRO-3 must gather the weights of the final model"
+    assert message in run.stderr, run.stderr[-2000:]
+    assert not (folder / "refused").exists(), "the run must not write anything"
 
 
 def _check_conversion(folder):
-    """ZeRO-2's shards through convert_checkpoint.py, against the model that the run saved."""
-    checkpoint, converted = folder / "zero2" / "checkpoint-6", folder / "converted"
-    assert list(checkpoint.rglob("*optim_states.pt")), "no shards of an optimizer"
+    """Check that a ZeRO-2 checkpoint is converted to the model that the run saved."""
+    checkpoint = folder / "zero2" / "checkpoint-6"
+    converted = folder / "converted"
+    assert list(checkpoint.rglob("*optim_states.pt")), "the checkpoint must have optimizer shards"
     assert convert([str(checkpoint), str(converted)]) == 0
     ids = torch.randint(1996, 20_000, (2, 20), generator=torch.Generator().manual_seed(0))
-    trained, again = (
+    expected_logits, logits = (
         NeoBERTForMaskedLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits
         for path in (folder / "zero2", converted)
     )
-    assert torch.equal(trained, again), "the converted model must predict what the trained one does"
+    assert torch.equal(expected_logits, logits), "the converted model must have identical logits"
 
 
-# Trains as one process or as two with sharded parameters; both see the same global batches and
-# divide by the same number of masked tokens.
+# Script that trains in one process, or in two processes with sharded parameters. Both have the same
+# global batches, and divide the loss by the same number of masked tokens.
 _FULLY_SHARD = """
 import json, os, sys
 import torch
@@ -294,6 +330,7 @@ os._exit(0)
 
 
 def test_fully_sharded_processes_give_the_losses_of_one(folder):
+    """Check that training with FSDP2 in two processes has the losses of one process."""
     (folder / "fully_shard.py").write_text(_FULLY_SHARD)
     losses = []
     for processes in (1, 2):
@@ -301,5 +338,7 @@ def test_fully_sharded_processes_give_the_losses_of_one(folder):
         run = _process(folder, command)
         assert run.returncode == 0, run.stderr[-3000:]
         losses.append(json.loads(run.stdout.strip().splitlines()[-1]))
-    assert losses[0][0] - losses[0][-1] > 0.1, "vacuous: the losses do not move"
+    assert losses[0][0] - losses[0][-1] > 0.1, (
+        "the loss must fall, or the comparison is meaningless"
+    )
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)

@@ -1,4 +1,7 @@
-"""Compare masking, schedules and optimizer groups with their formulas."""
+"""Test the masking of tokens, the learning rate schedules and the optimizer groups.
+
+The results are compared with their formulas.
+"""
 
 import math
 
@@ -21,7 +24,7 @@ def tokenizer(tokenizer_dir):
 
 
 def _text(tokenizer, count=100_000):
-    """Return rows of ordinary tokens, 70 %, and special tokens, 30 %."""
+    """Return 100 rows of token ids, of which 70 % are ordinary tokens and 30 % special tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1996, 20_000, (count,), generator=generator)
     ids[::10] = tokenizer.cls_token_id
@@ -31,6 +34,7 @@ def _text(tokenizer, count=100_000):
 
 
 def test_20_percent_always_by_the_mask_token(tokenizer):
+    """Check that 20 % of the ordinary tokens are predicted, and all of them become [MASK]."""
     ids = _text(tokenizer)
     masked, labels = TokenMasking(tokenizer)(ids, torch.Generator().manual_seed(0))
     selected = labels != -100
@@ -45,6 +49,11 @@ def test_20_percent_always_by_the_mask_token(tokenizer):
 
 
 def test_bert_masking_15_percent_80_10_10(tokenizer):
+    """Check the masking of BERT.
+
+    15 % of the ordinary tokens are predicted. Of these, 80 % become [MASK], 10 % become a random
+    token, and 10 % are unchanged.
+    """
     ids = _text(tokenizer)
     masked, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
     selected = labels != -100
@@ -70,6 +79,7 @@ def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
     assert torch.equal(first, again), "the masks must be a function of the seed"
     assert not torch.equal(first, other), "another seed must yield other masks"
 
+    # In a text with a single ordinary token, this token is always masked.
     text = torch.tensor([[tokenizer.cls_token_id, 2000, tokenizer.sep_token_id]])
     for seed in range(20):
         labels = masking(text, torch.Generator().manual_seed(seed))[1]
@@ -77,6 +87,7 @@ def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
 
 
 def test_the_mask_schedule_is_linear(tokenizer):
+    """Check the fraction of masked tokens at the start, in the middle and at the end of a run."""
     masking = TokenMasking(tokenizer, schedule=[0.3, 0.15])
     ids = _text(tokenizer)
     ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
@@ -123,6 +134,7 @@ def test_the_schedule_is_that_of_the_paper(warmup, steps):
 
 
 def test_the_schedule_of_the_paper_at_its_turning_points():
+    """Check the schedule of one million steps, with a peak of 1, at single steps."""
     schedule = paper_schedule(1_000_000, 2000)
     assert schedule["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
     scheduler = make_schedule(
@@ -132,9 +144,10 @@ def test_the_schedule_of_the_paper_at_its_turning_points():
         1_000_000,
         schedule["lr_scheduler_kwargs"],
     )
+
     (factor,) = scheduler.lr_lambdas
     assert [factor(0), factor(1000), factor(2000)] == [0, 0.5, 1]
-    # In the middle of the cosine the rate is the mean of 1 and 0.1.
+    # In the middle of the cosine, the learning rate is the mean of 1 and 0.1.
     assert math.isclose(factor(451_000), 0.55)
     assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
     assert math.isclose(factor(900_000), 0.1)
@@ -142,6 +155,7 @@ def test_the_schedule_of_the_paper_at_its_turning_points():
 
 
 def test_warmup_stable_decay():
+    """Check the schedule of 10 warmup steps, 70 constant steps and 20 decay steps."""
     rates = _rates(
         "warmup_stable_decay",
         10,
@@ -157,6 +171,7 @@ def test_warmup_stable_decay():
     [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}],
 )
 def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
+    """Check the groups of the optimizer, and the effect of weight decay on a weight and a norm."""
     model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **extra))
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -166,6 +181,7 @@ def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
         use_cpu=True,
     )
     optimizer = PretrainingTrainer(model=model, args=arguments).create_optimizer()
+
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, not_decayed = [
         {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
@@ -176,7 +192,7 @@ def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
     assert all("norm" in name or name.endswith("bias") for name in not_decayed)
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
 
-    # With zero gradients, decoupled weight decay alone changes a weight: w (1 - lr * decay).
+    # With zero gradients, only decoupled weight decay changes a weight, to w * (1 - lr * decay).
     before = model.decoder.weight.detach().clone()
     norm = model.model.layer_norm.weight.detach().clone()
     for parameter in model.parameters():

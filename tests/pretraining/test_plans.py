@@ -1,7 +1,7 @@
 """Test weighted sources.
 
-Covers the fraction of each source in prepared data, epochs of a source, identical data after
-interruptions, and invalid weights. Streams are in test_streaming.py.
+Covers the fraction of each source in prepared data, the epochs of each source, identical data after
+interruptions, and invalid weights. Streams are tested in test_streaming.py.
 """
 
 import json
@@ -36,73 +36,92 @@ WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"
 SHARES = {"mine": 0.9, "general": 0.1}
 
 
-def _texts(mark, count):
-    """Different texts of 3 to 9 words with a word that tells the source."""
-    rng = np.random.default_rng(len(mark))
-    return [f"{mark} {i} {' '.join(rng.choice(WORDS, 1 + i % 7))}" for i in range(count)]
+def _texts(source, count):
+    """Return different texts of 3 to 9 words, which start with the name of their source."""
+    rng = np.random.default_rng(len(source))
+    return [f"{source} {i} {' '.join(rng.choice(WORDS, 1 + i % 7))}" for i in range(count)]
 
 
 def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
-    """`MicroBatches` of prepared sources, and the texts of each source as tuples of ids."""
+    """Return the micro-batches of weighted sources, and a set of the texts of each source.
+
+    Texts are tuples of token ids.
+    """
     spec = BatchOptions(**{"max_length": 32, "micro_batch_size": 4} | spec)
-    tokens = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
+    sources = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
     special = boundary_tokens(tokenizer)
-    own = [
-        {tuple(add_boundaries(row, special).tolist()) for row in each.rows["input_ids"]}
-        for each in tokens
+    source_texts = [
+        {tuple(add_boundaries(row, special).tolist()) for row in source.rows["input_ids"]}
+        for source in sources
     ]
-    windows = TokenWindows(TokenizedTexts.concatenate(tokens, shares.values()), special, spec)
-    return MicroBatches(windows, TokenMasking(tokenizer), spec, 5, count), own
+    windows = TokenWindows(TokenizedTexts.concatenate(sources, shares.values()), special, spec)
+    return MicroBatches(windows, TokenMasking(tokenizer), spec, 5, count), source_texts
 
 
-def _drawn(batches, count):
+def _first_texts(batches, count):
+    """Return the texts of the first micro-batches."""
     return [text for i in range(count) for text in texts_of_batch(batches[i])]
 
 
 def test_a_prepared_pass_has_the_exact_shares(tokenizer):
+    """Check that an epoch of weighted sources contains their exact fractions, well mixed.
+
+    The epoch has 900 / 0.9 = 1,000 texts, so that it ends when the first source is exhausted.
+    """
     batches, (mine, general) = _batches(tokenizer, {"mine": 900, "general": 300}, 5000)
-    drawn = _drawn(batches, 250)
-    assert sum(text in general for text in drawn) == 100 and len(drawn) == 1000
-    assert len(set(drawn)) == 1000, "900 / 0.9 texts before the first source is exhausted"
-    # The second pass takes other general texts, and the third begins them again.
-    assert len(set(_drawn(batches, 750)) & general) == 300
-    near = [sum(text in general for text in drawn[i : i + 100]) for i in range(0, 1000, 100)]
-    assert 3 <= min(near) and max(near) <= 20, "they must be mixed"
+    texts = _first_texts(batches, 250)
+    assert sum(text in general for text in texts) == 100 and len(texts) == 1000
+    assert len(set(texts)) == 1000, "no text may occur twice in the epoch"
+
+    # Three epochs contain each of the 300 texts of the second source once.
+    assert len(set(_first_texts(batches, 750)) & general) == 300
+
+    counts = [sum(text in general for text in texts[i : i + 100]) for i in range(0, 1000, 100)]
+    assert 3 <= min(counts) and max(counts) <= 20, "the sources must be mixed"
 
 
 def test_each_source_is_read_in_passes_of_its_own():
+    """Check that a source which is exhausted starts again, while the other one continues."""
     order = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
-    assert order.samples == [100, 100], "so many that the rounding of a share is small"
-    drawn = np.concatenate([order.order(number) for number in range(6)])
-    small, large = drawn[drawn < 30], drawn[drawn >= 30]
-    assert set(Counter(small.tolist()).values()) == {20}, "20 complete passes over its 30 texts"
-    assert len(set(large.tolist())) == 600, "no text twice before the source is exhausted"
-    # A pass follows from its number alone.
-    fresh = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
-    assert (fresh.order(4) == order.order(4)).all() and (order.order(3) != order.order(4)).any()
+    assert order.samples == [100, 100], "an epoch must have 100 samples of the rarest source"
+
+    ids = np.concatenate([order.order(number) for number in range(6)])
+    small = ids[ids < 30]
+    large = ids[ids >= 30]
+    assert set(Counter(small.tolist()).values()) == {20}, "600 samples must be 20 turns of 30 texts"
+    assert len(set(large.tolist())) == 600, "no text may occur twice before the source is exhausted"
+
+    # An epoch is a function of its number.
+    other = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
+    assert (other.order(4) == order.order(4)).all() and (order.order(3) != order.order(4)).any()
 
 
 def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
+    """Check the number of samples, and that two sources of equal size are shuffled differently."""
     order = WeightedOrder(np.arange(1010), [10, 1010], [0.31, 0.69], (1, 0))
-    assert order.samples == [100, 223], "100 / 0.31 * 0.69 is 222.58"
-    alike = WeightedOrder(np.arange(1400), [500, 1000, 1400], [0.1, 0.1, 0.8], (1, 0)).order(0)
-    first, second = alike[alike < 500], alike[(alike >= 500) & (alike < 1000)]
+    assert order.samples == [100, 223], "100 / 0.31 * 0.69 = 222.58 must be rounded"
+
+    ids = WeightedOrder(np.arange(1400), [500, 1000, 1400], [0.1, 0.1, 0.8], (1, 0)).order(0)
+    first = ids[ids < 500]
+    second = ids[(ids >= 500) & (ids < 1000)]
     assert len(first) == len(second) == 100 and {*first} != {*(second - 500)}
 
 
 def test_shares_of_many_small_sources_add_up():
+    """Check that weights are normalized to sum to 1, and that a single source has no weight."""
     sources = parse_sources(
         [{"name": f"{i}.txt", "weight": weight} for i, weight in enumerate([3, 1, 4])]
     )
     assert shares_of(sources) == [3 / 8, 1 / 8, 4 / 8]
     (alone,) = parse_sources([{"name": "a.txt", "weight": 3}])
-    assert alone.weight is None, "one source needs no sampler"
+    assert alone.weight is None, "a single source needs no sampling"
 
 
 @pytest.fixture(name="weighted")
 def make_weighted(corpus):
-    general = [f"old men sing loud songs number {i}" for i in range(12)]
-    (corpus / "general.txt").write_text("\n".join(general) + "\n")
+    """Return the option `dataset` of two weighted sources."""
+    texts = [f"old men sing loud songs number {i}" for i in range(12)]
+    (corpus / "general.txt").write_text("\n".join(texts) + "\n")
     return json.dumps(
         [
             {"name": str(corpus / "train.txt"), "weight": 0.9},
@@ -111,14 +130,16 @@ def make_weighted(corpus):
     )
 
 
-@pytest.mark.parametrize("more", [{}, {"streaming": "true"}], ids=str)
-def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, more):
-    given = {"dataset": weighted, "prepared": corpus / "weighted", "save_steps": 2, **more}
-    run_of(arguments_of(corpus, tmp_path / "whole", **given))
+@pytest.mark.parametrize("overrides", [{}, {"streaming": "true"}], ids=str)
+def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, overrides):
+    """Check that a run with weighted sources, killed twice, equals an uninterrupted run."""
+    options = {"dataset": weighted, "prepared": corpus / "weighted", "save_steps": 2, **overrides}
+    run_of(arguments_of(corpus, tmp_path / "whole", **options))
     for stop in (3, 6):
         with pytest.raises(Killed), signaled(stop):
-            run_of(arguments_of(corpus, tmp_path / "stopped", **given))
-    run_of(arguments_of(corpus, tmp_path / "stopped", **given))
+            run_of(arguments_of(corpus, tmp_path / "stopped", **options))
+    run_of(arguments_of(corpus, tmp_path / "stopped", **options))
+
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
     assert same_weights(tmp_path / "whole", tmp_path / "stopped")
 
@@ -130,34 +151,37 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("wrong, words", BAD, ids=str)
+@pytest.mark.parametrize("invalid_fields, message", BAD, ids=str)
 def test_bad_weights_are_one_sentence(
-    corpus, tmp_path, weighted, capsys, monkeypatch, wrong, words
+    corpus, tmp_path, weighted, capsys, monkeypatch, invalid_fields, message
 ):
+    """Check that an invalid source is reported in one line, and no output is written."""
     monkeypatch.chdir(corpus)
-    given = json.loads(weighted)
-    given[1] |= wrong
-    given, out = (
-        arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=None),
-        tmp_path / "out",
-    )
-    assert main(["pretrain", *given]) == 2
+    sources = json.loads(weighted)
+    sources[1] |= invalid_fields
+    arguments = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(sources), prepared=None)
+    out = tmp_path / "out"
+    assert main(["pretrain", *arguments]) == 2
+
     error = capsys.readouterr().err
-    assert words in error and len(error.strip().split("\n")) == 1, error
+    assert message in error and len(error.strip().split("\n")) == 1, error
     assert not out.exists()
 
 
 def test_other_weights_are_another_run(corpus, tmp_path, weighted, capsys, caplog):
+    """Check that a run is identified by the relative weights of its sources."""
     prepared = tmp_path / "prepared"
     run_of(arguments_of(corpus, tmp_path / "out", dataset=weighted, prepared=prepared))
-    given = json.loads(weighted)
-    # The same shares in other numbers are the same run.
-    for entry in given:
-        entry["weight"] *= 10
-    again = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
-    assert main(["pretrain", *again]) == 0
+
+    # A common factor of all weights makes no difference.
+    sources = json.loads(weighted)
+    for source in sources:
+        source["weight"] *= 10
+    same = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(sources), prepared=prepared)
+    assert main(["pretrain", *same]) == 0
     assert "the run has already finished" in caplog.text
-    given[1]["weight"] = 3
-    other = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
+
+    sources[1]["weight"] = 3
+    other = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(sources), prepared=prepared)
     assert main(["pretrain", *other]) == 2
     assert "holds a run with other settings (data" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Test `neobert pseudo-perplexity`.
 
-Results equal the definition in a plain loop, sampled positions are unbiased and their standard
-error is correct, and several models, YaRN, interrupted runs and invalid input are handled.
+Covers the comparison with the definition in a plain loop, the standard errors of sampled positions,
+several models, YaRN, interrupted runs and invalid input.
 """
 
 import csv
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def arguments(folder, output, **more):
+def arguments(folder, output, **overrides):
     """Return a command line; an option with the value None is omitted."""
     options = {
         "model": folder / "neobert",
@@ -73,7 +73,7 @@ def arguments(folder, output, **more):
         "output": output,
         "lengths": "16,32,64",
         "positions": "exact",
-        **more,
+        **overrides,
     }
     words = []
     for name, value in options.items():
@@ -85,14 +85,18 @@ def arguments(folder, output, **more):
     return words
 
 
-def run(folder, output, **more):
+def run(folder, output, **overrides):
     """Run the command, and return the rows of its CSV file."""
-    module.main(arguments(folder, output, **more))
+    module.main(arguments(folder, output, **overrides))
     with open(output / "pseudo_perplexity.csv") as file:
         return list(csv.DictReader(file))
 
 
 def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
+    """Check exact values against a loop that masks one token of one text at a time.
+
+    A text is truncated to the length of the bucket and ends with [SEP].
+    """
     monkeypatch.setattr(module, "BATCH_TOKENS", 100)
     rows = run(folder, tmp_path, lengths="16,32", max_texts=2)
     tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
@@ -102,7 +106,7 @@ def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
 
     for length, bucket in zip((16, 32), buckets, strict=True):
         expected = []
-        # The first two texts that reach the largest length.
+        # `--max-texts 2` selects the first two texts that reach the largest length.
         for text in texts[1:3]:
             ids = [*tokenizer(text)["input_ids"][: length - 1], tokenizer.sep_token_id]
             losses = []
@@ -120,17 +124,17 @@ def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
             assert row["tokens"] == str(length)
             assert row["positions"] == str(length - 2)
             assert row["standard_error"] == "0.0"
-        # A bucket is the exponential of the mean over texts.
+        # The value of a bucket is the exponential of the mean over texts.
         geometric_mean = math.sqrt(math.prod(expected))
         assert bucket["pseudo_perplexity"] == pytest.approx(geometric_mean, rel=1e-4)
     assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "the plot must not be empty"
 
 
 def test_the_mean_and_the_error_of_all_subsets_are_unbiased():
-    """Check all subsets of a population.
+    """Check the estimates of all subsets of a population.
 
-    The mean of their means is the mean of the population, and the mean of their squared errors is
-    the variance of their means.
+    The mean of their means is the mean of the population. The mean of their squared standard errors
+    is the variance of their means.
     """
     population = np.array([0.3, 1.0, 4.0, 0.1, 2.5, 7.0, 0.9])
     subsets = [
@@ -159,6 +163,7 @@ def test_positions_are_sampled_uniformly_without_replacement():
 
 
 def test_texts_are_truncated_to_each_length_or_measured_in_full(folder, tmp_path):
+    """Check the lengths of the measured texts with both values of `--bucketing`."""
     truncated = run(folder, tmp_path / "truncated", positions=2)
     assert Counter(row["length"] for row in truncated) == {"16": 6, "32": 5, "64": 1}
     assert all(row["tokens"] == row["length"] for row in truncated)
@@ -178,23 +183,25 @@ def test_texts_are_truncated_to_each_length_or_measured_in_full(folder, tmp_path
 def test_several_models_share_a_table(folder, tmp_path, capsys):
     """Check that each model has the results of a separate run.
 
-    The lengths of BERT end at its 48 learned position embeddings.
+    BERT has 48 learned position embeddings, so that it has no results for longer texts.
     """
     models = f"{folder / 'neobert'},{folder / 'bert'}"
     both = run(folder, tmp_path / "both", model=models, positions=2)
-    alone = [run(folder, tmp_path / name, model=folder / name, positions=2) for name in NAMES]
-    assert both == [*alone[0], *alone[1]]
-    assert {row["length"] for row in alone[1]} == {"16", "32"}
+    separate = [run(folder, tmp_path / name, model=folder / name, positions=2) for name in NAMES]
+    assert both == [*separate[0], *separate[1]]
+    assert {row["length"] for row in separate[1]} == {"16", "32"}
 
     page = (tmp_path / "both" / "pseudo_perplexity.md").read_text()
     assert [page.count(f"| {name} | off |") for name in NAMES] == [3, 2]
+
+    # A finished run is not repeated, and cannot be extended with other settings.
     capsys.readouterr()
     assert run(folder, tmp_path / "both", model=models, positions=2) == both
     assert capsys.readouterr().out.strip() == page.strip(), "a finished run must print its page"
     with pytest.raises(UserError, match="other settings .positions 2, now 3"):
         run(folder, tmp_path / "both", model=models, positions=3)
 
-    # Two directories of the same name are two models.
+    # Models in two directories of the same name are not mixed up.
     for number, name in enumerate(NAMES):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "best").symlink_to(folder / name)
@@ -203,9 +210,10 @@ def test_several_models_share_a_table(folder, tmp_path, capsys):
 
 
 def test_errors_of_a_bucket_by_hand():
-    """Check means of 1 and 2 with errors of 0.3 and 0.4.
+    """Check two texts with means of 1 and 2 and standard errors of 0.3 and 0.4.
 
-    The error of their mean is 0.5 / 2 from the positions and 0.7071 / sqrt(2) from the texts.
+    The standard error of the mean is 0.5 / 2 from the positions, and 0.7071 / sqrt(2) from the
+    texts.
     """
     rows = pandas.DataFrame({"mean_cross_entropy": [1.0, 2.0], "standard_error": [0.3, 0.4]})
     rows = rows.assign(name="m", yarn="off", length=16, positions=4)
@@ -221,6 +229,7 @@ def test_errors_of_a_bucket_by_hand():
 
 
 def test_the_published_table_follows_from_its_rows():
+    """Check that the JSON file in results/ is the summary of the CSV file next to it."""
     committed = ROOT / "results" / "pseudo_perplexity" / "pseudo_perplexity.csv"
     rows = pandas.read_csv(committed, dtype={"yarn": str})
     published = json.loads(committed.with_suffix(".json").read_text())["buckets"]
@@ -232,7 +241,8 @@ def test_the_published_table_follows_from_its_rows():
 
 
 def test_an_interrupted_run_resumes(folder, tmp_path, monkeypatch):
-    whole = run(folder, tmp_path / "whole", positions=4)
+    """Check that a resumed run computes only the missing rows, and repeats an incomplete one."""
+    uninterrupted = run(folder, tmp_path / "whole", positions=4)
     masked_cross_entropy = module.masked_cross_entropy
     calls = []
 
@@ -250,18 +260,19 @@ def test_an_interrupted_run_resumes(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "parts", positions=4)
 
-    # A process that is killed may leave an incomplete line.
+    # A killed process may leave an incomplete line.
     path = tmp_path / "parts" / "pseudo_perplexity.csv"
     assert len(path.read_text().splitlines()) == 6
     path.write_text(path.read_text() + "neobert,half a li")
     calls.clear()
     monkeypatch.setattr(module, "masked_cross_entropy", count)
-    parts = run(folder, tmp_path / "parts", positions=4)
-    assert len(calls) == len(whole) - 5
-    assert parts == whole, "a resumed run must equal an uninterrupted one"
+    resumed = run(folder, tmp_path / "parts", positions=4)
+    assert len(calls) == len(uninterrupted) - 5
+    assert resumed == uninterrupted, "a resumed run must equal an uninterrupted one"
 
 
 def test_yarn(folder, tmp_path):
+    """Check the value with YaRN against a model that is loaded with the same RoPE scaling."""
     rows = run(folder, tmp_path, lengths=64, yarn="off,2", max_texts=1)
     values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
     assert set(values) == {"off", "2"}
@@ -280,7 +291,10 @@ def test_yarn(folder, tmp_path):
 
 
 def test_default_lengths_end_at_the_context_length(folder, tmp_path):
-    """Check a context length of 48 tokens, which YaRN with the factor 1.2 extends to 58."""
+    """Check the default length of a long text.
+
+    The model has a context length of 48 tokens, which YaRN with the factor 1.2 extends to 58.
+    """
     (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
     for yarn, length in (("off", "48"), ("off,1.2", "58")):
         rows = run(
@@ -305,10 +319,11 @@ def test_default_lengths_end_at_the_context_length(folder, tmp_path):
 def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
     with pytest.raises(UserError, match=sentence):
         run(folder, tmp_path / "out", **more)
-    assert not (tmp_path / "out").exists(), "nothing may be written"
+    assert not (tmp_path / "out").exists(), "the command must not write anything"
 
 
 def test_unusable_models_are_refused(folder, tmp_path):
+    """Check the errors for a BERT model, and for models without a decoder or their tokenizer."""
     with pytest.raises(UserError, match="`yarn` requires a NeoBERT model, got the bert model .*"):
         run(folder, tmp_path / "out", model=folder / "bert", yarn=2)
 
@@ -320,23 +335,24 @@ def test_unusable_models_are_refused(folder, tmp_path):
     ):
         run(folder, tmp_path / "out", model=backbone)
 
-    bare = tmp_path / "bare"
+    model_path = tmp_path / "bare"
     NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(
-        bare
+        model_path
     )
     with pytest.raises(UserError, match="no tokenizer was found in .*/bare"):
-        run(folder, tmp_path / "out", model=bare)
+        run(folder, tmp_path / "out", model=model_path)
     assert not (tmp_path / "out").exists()
 
     larger = AutoTokenizer.from_pretrained(folder / "neobert")
     larger.add_tokens(["sea-green"])
-    larger.save_pretrained(bare)
+    larger.save_pretrained(model_path)
     with pytest.raises(UserError, match="the tokenizer .* got 30523"):
-        run(folder, tmp_path / "out", model=bare)
+        run(folder, tmp_path / "out", model=model_path)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_plot_has_the_intervals_of_every_length():
+    """Check the points, confidence intervals, labels and ticks of the plot."""
     buckets = [
         module.Bucket(
             name="demo",
@@ -353,6 +369,7 @@ def test_the_plot_has_the_intervals_of_every_length():
         )
         for yarn, length, value in (("off", 512, 9.0), ("off", 128, 4.0), ("4", 128, 5.0))
     ]
+
     (axes,) = module.plot_buckets(buckets).axes
     plain, yarn = axes.containers
     assert (plain.get_label(), yarn.get_label()) == ("demo", "demo, YaRN 4")

@@ -1,6 +1,7 @@
 """Test the sources of pre-training text.
 
-File types, names on the Hub, and prepared data, which belongs to its source and tokenizer.
+Covers types of files, names on the Hub, invalid sources, the digests that identify sources, and
+prepared texts, which belong to their source and tokenizer.
 """
 
 import json
@@ -19,6 +20,7 @@ from neobert.pretraining.sources import content_hash, parse_sources, source_dige
 
 
 def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
+    """Check the counts, the token ids and the lengths of prepared texts."""
     rows = [{"text": text} for text in ("a river", "", " ", "green stone")]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer)
@@ -27,12 +29,18 @@ def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
         "kept": 2,
         "tokens": 8,
     }
+
     tokens = load_prepared(tmp_path / "out")
     assert [tokenizer.decode(row) for row in tokens.rows["input_ids"]] == ["a river", "green stone"]
-    assert tokens.lengths.tolist() == [4, 4], "the stored length counts [CLS] and [SEP]"
+    assert tokens.lengths.tolist() == [4, 4], "[CLS] and [SEP] must be counted"
 
 
 def test_text_parquet_saved_and_several_sources(tmp_path):
+    """Check text files, Parquet files and saved datasets, alone and one after another.
+
+    A saved dataset may have several splits, or a column of the type large_string, which cannot be
+    concatenated with strings of another type before it is converted.
+    """
     (tmp_path / "a.txt").write_text("a river\ngreen stone\n")
     Dataset.from_dict({"body": ["winter"], "n": [1]}).to_parquet(str(tmp_path / "b.parquet"))
     Dataset.from_dict({"body": ["north"]}).save_to_disk(str(tmp_path / "saved"))
@@ -45,34 +53,40 @@ def test_text_parquet_saved_and_several_sources(tmp_path):
     assert rows_of(str(tmp_path / "a.txt")) == ["a river", "green stone"]
     assert rows_of(f"file://{tmp_path}/a.txt") == ["a river", "green stone"]
     names = ("a.txt", "b.parquet", "saved", "large")
-    together = [str(tmp_path / name) for name in names]
+    paths = [str(tmp_path / name) for name in names]
     expected = ["a river", "green stone", "winter", "north", "south"]
-    assert rows_of(together, column="body") == expected
+    assert rows_of(paths, column="body") == expected
     assert rows_of(str(tmp_path / "splits"), column="body", split="dev") == ["south"]
 
 
 def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
-    asked = []
+    """Check the arguments of `load_dataset` for names of the form name:subset@revision."""
+    calls = []
 
-    def loaded(name, config, **more):
-        asked.append((name, config, more["revision"], more["split"]))
+    def load_dataset(name, config, **kwargs):
+        calls.append((name, config, kwargs["revision"], kwargs["split"]))
         return Dataset.from_dict({"text": ["a river"]}).to_iterable_dataset()
 
-    monkeypatch.setattr(sources, "load_dataset", loaded)
+    monkeypatch.setattr(sources, "load_dataset", load_dataset)
     assert len(rows_of(["me/one:big@v2", "me/two@refs/convert/parquet", "me/three"])) == 3
-    assert asked == [
+    assert calls == [
         ("me/one", "big", "v2", "train"),
         ("me/two", None, "refs/convert/parquet", "train"),
         ("me/three", None, None, "train"),
     ]
+
+    # Any exception of `datasets` is reported with the name of the dataset.
     monkeypatch.setattr(sources, "load_dataset", lambda *a, **k: 1 / 0)
     with pytest.raises(UserError, match="dataset me/one cannot be read: division by zero"):
         rows_of("me/one")
+
+    # In the name of an existing file, a colon and an @ have no special meaning.
     (tmp_path / "a:b@c.txt").write_text("a river\n")
     assert rows_of(str(tmp_path / "a:b@c.txt")) == ["a river"]
 
 
 def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    """Check which names of sources are paths and which are names on the Hub."""
     monkeypatch.chdir(tmp_path)
     for name in ("texts.txt", "more.jsonl.gz", "./texts", "/texts", "~/texts", "a/b/c", "a*"):
         assert parse_sources(name)[0].kind == "files", name
@@ -91,24 +105,29 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_sources_are_one_sentence(tmp_path, tokenizer, name):
+    """Check that an error has a single line, and that nothing is written."""
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "d.txt").write_text("\n\n")
     Dataset.from_dict({"text": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
+
     with pytest.raises(UserError, match=BAD[name]) as error:
         prepare(str(tmp_path / name), tmp_path / "out", tokenizer)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
 def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer):
+    """Check that prepared texts of another source or tokenizer, and other files, are refused."""
     (tmp_path / "a.txt").write_text("a river\n")
     (tmp_path / "b.txt").write_text("green stone\n")
     prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
     with pytest.raises(UserError, match="with other settings .dataset 'a.txt', now 'b.txt'"):
         prepare(str(tmp_path / "b.txt"), tmp_path / "out", tokenizer)
+
     summary = json.loads((tmp_path / "out" / "prepared.json").read_text())
     (tmp_path / "out" / "prepared.json").write_text(json.dumps({**summary, "tokenizer": "0"}))
     with pytest.raises(UserError, match="with other settings .tokenizer '0', now"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("")
     with pytest.raises(UserError, match="already exists"):
@@ -116,8 +135,10 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
 
 
 def test_other_text_under_the_same_names_is_another_source(tmp_path):
-    """A file rewritten at the same size, a set saved to the same folder; a copy elsewhere is the
-    same source."""
+    """Check that the content of a source identifies it, and not its path.
+
+    The sources are a file and a saved dataset. Their contents have the same size.
+    """
 
     def write(folder, word):
         folder.mkdir()
@@ -126,6 +147,7 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path):
 
     for folder, word in (("A", "river"), ("B", "river"), ("C", "stone")):
         write(tmp_path / folder, word)
+
     for name in ("a.jsonl", "saved"):
         one, copy, other = (
             source_digest(parse_sources(str(tmp_path / folder / name))) for folder in "ABC"
@@ -136,7 +158,10 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path):
 
 @pytest.mark.parametrize("block", range(16))
 def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
-    """Check a file of 61 blocks of 64 KiB, every fourth of which is read."""
+    """Check that a change of one byte in a block that is read changes the digest.
+
+    The file has 61 blocks of 64 KiB, of which every fourth is read.
+    """
     path = tmp_path / "large.txt"
     content = bytearray(61 << 16)
     path.write_bytes(content)
@@ -147,7 +172,7 @@ def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
 
 
 def test_case_is_part_of_the_fingerprint_of_a_tokenizer(tokenizer):
-    """Check two tokenizers with one vocabulary, of which one keeps capital letters."""
+    """Check that an uncased and a cased tokenizer with the same vocabulary are distinguished."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["normalizer"]["lowercase"] = False
     roles = {role: getattr(tokenizer, role) for role in ("unk_token", "cls_token", "sep_token")}

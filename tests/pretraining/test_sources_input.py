@@ -1,6 +1,6 @@
-"""Test the messages of `neobert pretrain` about bad input.
+"""Test the errors of `neobert pretrain` for invalid input.
 
-One sentence and exit code 2, before any work.
+The command prints one line, exits with code 2 and does not train.
 """
 
 import pytest
@@ -63,13 +63,21 @@ BAD = [
 
 
 @pytest.mark.parametrize(
-    "wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)]
+    "overrides, message",
+    BAD,
+    ids=[next(iter(options)) + str(i) for i, (options, _) in enumerate(BAD)],
 )
-def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wrong, words):
+def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, overrides, message):
+    """Check the error, and that no checkpoint is written.
+
+    `{corpus}` stands for the directory of the inputs: an empty directory, a configuration with an
+    invalid hidden size, texts in a script that the vocabulary does not cover, an empty raw
+    checkpoint, a truncated weights file, and an encoder without a decoder.
+    """
     (corpus / "nothing").mkdir(exist_ok=True)
     (corpus / "width").mkdir(exist_ok=True)
-    width = '{"model_type": "neobert", "hidden_size": "x"}'
-    (corpus / "width" / "config.json").write_text(width)
+    config = '{"model_type": "neobert", "hidden_size": "x"}'
+    (corpus / "width" / "config.json").write_text(config)
     (corpus / "unknown.txt").write_text("\u16a0\u16a2 \u16a6\n" * 60)
     (corpus / "raw" / "model_checkpoints").mkdir(parents=True, exist_ok=True)
     for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
@@ -78,39 +86,48 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     (corpus / "torn" / "model.safetensors").write_bytes(
         (corpus / "torn" / "model.safetensors").read_bytes()[:5000]
     )
-    wrong = {name: str(value).replace("{corpus}", str(corpus)) for name, value in wrong.items()}
+
+    overrides = {
+        name: str(value).replace("{corpus}", str(corpus)) for name, value in overrides.items()
+    }
     arguments = arguments_of(
-        corpus, tmp_path / "out", **{"prepared": tmp_path / "prepared", **wrong}
+        corpus, tmp_path / "out", **{"prepared": tmp_path / "prepared", **overrides}
     )
     assert cli.main(["pretrain", *arguments]) == 2
+
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("neobert pretrain: ") and words in error, error
+    assert error.startswith("neobert pretrain: ") and message in error, error
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize(
-    "token, words", [("mask_token", "has no mask token"), ("sep_token", "start and end")]
+    "token, message", [("mask_token", "has no mask token"), ("sep_token", "start and end")]
 )
-def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, words):
+def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, message):
+    """Check that a tokenizer without a mask token or a separator token is refused."""
     tokenizer = load_tokenizer(TOKENIZER)
     setattr(tokenizer, token, None)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=words):
-        places = {name: tmp_path / name for name in ("tokenizer", "prepared")}
-        run_of(arguments_of(corpus, tmp_path / "out", **places))
+    with pytest.raises(UserError, match=message):
+        paths = {name: tmp_path / name for name in ("tokenizer", "prepared")}
+        run_of(arguments_of(corpus, tmp_path / "out", **paths))
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypatch):
-    """Else the processes of torchrun would not know of each other."""
+    """Check that `use_cpu` is set on a machine without an accelerator.
+
+    Otherwise the processes of torchrun could not connect to each other.
+    """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    given = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
-    assert pretrain.read_run(given).training.use_cpu
+    arguments = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
+    assert pretrain.read_run(arguments).training.use_cpu
     with pytest.raises(
         UserError, match="`bf16` needs an accelerator, and there is none.* Pass --bf16 false"
     ):
-        pretrain.read_run([*given, "--bf16"])
-    assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
+        pretrain.read_run([*arguments, "--bf16"])
+    assert pretrain.read_run([*arguments, "--bf16", "--use-cpu"]).training.bf16
+
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not pretrain.read_run(given).training.use_cpu
-    assert pretrain.read_run([*given, "--use-cpu"]).training.use_cpu
+    assert not pretrain.read_run(arguments).training.use_cpu
+    assert pretrain.read_run([*arguments, "--use-cpu"]).training.use_cpu

@@ -1,8 +1,7 @@
 """Test `neobert tokenizer`.
 
-The format and the special ids are those of BERT, the vocabulary of a small text is computed by
-hand, an extended tokenizer never lengthens a text, the statistics equal counts by hand, and invalid
-input leaves no file behind.
+Covers the training of WordPiece vocabularies, the BERT format of the output directory, the
+extension of a tokenizer, the statistics that the command prints, and invalid input.
 """
 
 import json
@@ -45,10 +44,12 @@ def texts(tmp_path_factory):
 
 
 def run(*arguments):
+    """Run `neobert tokenizer`, and return the exit code."""
     return cli.main(["tokenizer", *map(str, arguments)])
 
 
 def warnings_in(caplog):
+    """Return the messages of the warnings that were logged."""
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -72,16 +73,18 @@ def tokenizers(texts, tmp_path_factory):
 
 
 def test_words_with_rare_characters_are_removed():
+    """Check the words and the alphabet of characters that occur at least twice."""
     words = Counter({"haus": 3, "h\u00e4user": 1, "aus": 2, "x" * 101: 9})
     kept, alphabet = filter_words(words, 2)
     assert kept == {"haus": 3, "aus": 2}, (
-        "\u00e4 is rare, and WordPiece replaces the long word by [UNK]"
+        "\u00e4 occurs once, and WordPiece replaces a word of more than 100 characters by [UNK]"
     )
     assert alphabet == ["a", "h", "s", "u", "##a", "##s", "##u"]
     assert filter_words(words, 1)[0].keys() == {"haus", "h\u00e4user", "aus"}
 
 
 def test_tokens_are_merged_in_the_order_of_their_frequency():
+    """Check vocabularies with a maximum size and a minimum frequency of the pairs."""
     words, alphabet = filter_words(Counter({"ab": 5, "abc": 4, "bc": 3}), 1)
     # Frequencies of the pairs: a ##b 9, ##b ##c 4, b ##c 3; with "ab": ab ##c 4, b ##c 3.
     assert train_wordpiece(words, alphabet, 100, 1) == [*alphabet, "ab", "abc", "bc"]
@@ -90,13 +93,17 @@ def test_tokens_are_merged_in_the_order_of_their_frequency():
 
 
 def test_training_is_deterministic():
-    """Check merges of equal frequency, whose order in the library depends on a hash table."""
+    """Check merges of equal frequency, whose order in `tokenizers` depends on a hash table."""
     words = Counter({f"{a}{b}{c}": 3 for a in "abcdefg" for b in "hijklmn" for c in "opqrst"})
     kept, alphabet = filter_words(words, 1)
     assert len({tuple(train_wordpiece(kept, alphabet, 150, 1)) for _ in range(4)}) == 1
 
 
 def test_the_most_useful_tokens_save_the_most_tokens():
+    """Check that candidates are ordered by the number of tokens that they save in all words.
+
+    The words have counts, and the number of selected candidates is limited.
+    """
     known = ["h", "##a", "##u", "##s", "##h", "t", "##t"]
     words = {"haus": 10, "haut": 2, "tau": 1, "haushaus": 3}
     candidates = ["haus", "haut", "##haus", "tau", "unseen"]
@@ -109,6 +116,7 @@ def test_the_most_useful_tokens_save_the_most_tokens():
 
 
 def test_a_vocabulary_is_padded_to_a_multiple_of_64():
+    """Check that padding adds [unused...] tokens that the vocabulary does not contain."""
     tokens = pad_vocabulary([*SPECIAL_TOKENS, "[unused99]", "a"])
     assert len(tokens) == len(set(tokens)) == 128
     assert tokens[106:108] == ["[unused100]", "[unused101]"]
@@ -128,6 +136,7 @@ def test_a_vocabulary_is_padded_to_a_multiple_of_64():
     ],
 )
 def test_the_format_is_that_of_bert(tokenizers, name, size, text, tokens):
+    """Check the class, the vocabulary, the special tokens and the normalization of a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizers / name)
     settings = json.loads((tokenizers / name / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "BertTokenizer"
@@ -145,7 +154,7 @@ def test_the_format_is_that_of_bert(tokenizers, name, size, text, tokens):
     assert ids[-2:] == [103, 102]
     assert tokenizer.decode(ids, skip_special_tokens=True).lower() == "datei"
 
-    # The GGUF export reads the normalization from the tokenizer.
+    # The GGUF export reads these settings from the tokenizer: lowercase, and stripped accents.
     assert _bert_normalizer(tokenizer) == (name != "cased", name == "stripped")
 
 
@@ -169,6 +178,7 @@ def test_an_extended_tokenizer_keeps_its_ids_and_needs_fewer_tokens(tokenizers):
 
 
 def test_statistics_by_hand(tokenizers):
+    """Check the characters per token and the percentage of [UNK] of two texts."""
     tokenizer = load_tokenizer(str(tokenizers / "cased"))
     vocabulary = {"[UNK]": 0, "ab": 1, "##c": 2, "d": 3, ".": 4}
     tokenizer.backend_tokenizer.model = models.WordPiece(vocabulary, unk_token="[UNK]")
@@ -179,7 +189,10 @@ def test_statistics_by_hand(tokenizers):
 
 
 def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path, capsys, caplog):
-    """Check the warning, and that the columns of two directories of the same name differ."""
+    """Check the warning, and the column names of the table.
+
+    The new tokenizer and the bundled one are in directories of the same name.
+    """
     (tmp_path / "texts.txt").write_text("Datei Seite\n" * 100)
     output = tmp_path / "tokenizer"
     assert run(tmp_path / "texts.txt", "--output", output, "--vocab-size", 1000) == 0
@@ -190,12 +203,14 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path, capsys, caplo
         "more subwords that occur at least 2 times."
     )
     assert "|  | new (tokenizer) | compared with (tokenizer) |" in capsys.readouterr().out
+
     caplog.clear()
     assert run(tmp_path / "texts.txt", "--output", tmp_path / "small", "--vocab-size", 120) == 0
     assert not warnings_in(caplog)
 
 
 def test_every_50th_text_is_a_validation_text(texts, tmp_path, capsys):
+    """Check that every 50th text is not used for training, but for the statistics."""
     rows = [f"Datei {'Zebra Zebra' if number % 50 == 0 else 'Seite'}" for number in range(1, 201)]
     (tmp_path / "texts.txt").write_text("\n".join(rows) + "\n")
     assert run(tmp_path / "texts.txt", "--output", tmp_path / "out", "--vocab-size", 192) == 0
@@ -212,6 +227,7 @@ def test_every_50th_text_is_a_validation_text(texts, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
+    """Return a directory with invalid texts and a BPE tokenizer."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "empty.txt").write_text("")
     (folder / "once.txt").write_text("abcdefg\n")

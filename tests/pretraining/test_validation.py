@@ -1,7 +1,8 @@
-"""Test the evaluation on validation text.
+"""Test the evaluation on validation texts.
 
-Bits per character equal a loop by hand. Covers the characters of tokens of three types of
-tokenizers, named sets before, during and after training, and evaluation without training.
+Covers bits per character and their standard errors, the number of characters of the tokens of three
+types of tokenizers, named validation sets before, during and after training, evaluation without
+training, and invalid validation sets.
 """
 
 import json
@@ -41,14 +42,14 @@ TEXT = "naïve café, “quoted” 雪国 ### C# # résumé — straße 🐢 una
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def _trained(kind):
-    """A small tokenizer learned from `TEXT`, cased, of one of three kinds."""
-    if kind == "wordpiece":
+def _train_tokenizer(tokenizer_type):
+    """Return a small, cased tokenizer of one of three types, which is trained on `TEXT`."""
+    if tokenizer_type == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL)
-    elif kind == "bytes":
+    elif tokenizer_type == "bytes":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -69,11 +70,12 @@ def _trained(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bytes", "metaspace"])
-def test_characters_of_pieces_are_those_of_the_text(kind):
-    tokenizer = _trained(kind)
+@pytest.mark.parametrize("tokenizer_type", ["wordpiece", "bytes", "metaspace"])
+def test_characters_of_pieces_are_those_of_the_text(tokenizer_type):
+    """Check that the characters of all tokens add up to those of the text without white space."""
+    tokenizer = _train_tokenizer(tokenizer_type)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert tokenizer.unk_token_id not in ids, "the text must be covered, or this shows nothing"
+    assert tokenizer.unk_token_id not in ids, "the vocabulary must cover the text"
     characters = token_characters(tokenizer)
     assert int(characters[ids].sum()) == len("".join(TEXT.split()))
     assert characters[tokenizer.all_special_ids].tolist() == [0] * len(SPECIAL)
@@ -81,18 +83,23 @@ def test_characters_of_pieces_are_those_of_the_text(kind):
 
 @pytest.fixture(name="bundled")
 def make_bundled(tokenizer_dir):
+    """Return the bundled tokenizer."""
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
 def test_bits_a_character_are_those_of_a_loop(bundled):
-    """Text by text without batches: the negative log-probability of every hidden token, by the
-    letters of its piece."""
+    """Check the metrics against a loop over single texts.
+
+    The loop adds up the negative log-probabilities of the masked tokens in bits, and divides by the
+    number of their characters.
+    """
     torch.manual_seed(0)
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
     spec = BatchOptions(micro_batch_tokens=64, max_length=32)
     windows = TokenWindows(tokenise_texts(texts, bundled), boundary_tokens(bundled), spec)
     batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
+
     bits = characters = 0
     model.eval()
     for i in range(len(batches)):
@@ -101,37 +108,46 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
         for start, stop in zip(bounds, bounds[1:]):
             with torch.no_grad():
                 logits = model(batch["input_ids"][:, start:stop]).logits[0]
-            for place, label in enumerate(batch["labels"][0, start:stop].tolist()):
+            for position, label in enumerate(batch["labels"][0, start:stop].tolist()):
                 if label != -100:
-                    bits -= float(logits[place].log_softmax(-1)[label]) / math.log(2)
+                    bits -= float(logits[position].log_softmax(-1)[label]) / math.log(2)
                     characters += len(bundled.convert_ids_to_tokens(label).removeprefix("##"))
-    found = evaluate_batches(model, batches, token_characters(bundled), Accelerator(cpu=True))
-    assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
-    assert found["loss"] * found["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
+
+    metrics = evaluate_batches(model, batches, token_characters(bundled), Accelerator(cpu=True))
+    assert metrics["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
+    assert metrics["loss"] * metrics["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
 
 
 def test_errors_are_those_of_ratios_over_batches():
-    """Against the textbook's formula: residuals a - r b over the batches, n / (n - 1)."""
+    """Check the standard errors against the textbook formula for a ratio of two sums.
+
+    The residuals of the batches are a - ratio * b, and the sum of their squares is multiplied by
+    n / (n - 1).
+    """
     rng = torch.Generator().manual_seed(0)
-    batches, rows = [], []
+    batches = []
+    rows = []
     for count in (4, 7, 2, 5, 9):
         labels = torch.randint(0, 6, (1, count), generator=rng)
         batches.append({"labels": labels, "logits": torch.randn(1, count, 6, generator=rng)})
 
-    class Answers(torch.nn.Module):
+    class LogitsFromBatch(torch.nn.Module):
         def forward(self, labels, logits):
             loss = torch.nn.functional.cross_entropy(logits[0], labels[0])
             return type("Output", (), {"loss": loss, "logits": logits})
 
     characters = torch.tensor([1, 2, 3, 1, 4, 2])
-    metrics = evaluate_batches(Answers(), batches, characters, Accelerator(cpu=True))
+    metrics = evaluate_batches(LogitsFromBatch(), batches, characters, Accelerator(cpu=True))
+
+    # Bits, correct tokens, masked tokens and their characters of each batch.
     for batch in batches:
         loss = torch.nn.functional.cross_entropy(
             batch["logits"][0].double(), batch["labels"][0], reduction="sum"
         )
-        right = (batch["logits"].argmax(-1) == batch["labels"]).sum()
+        correct = (batch["logits"].argmax(-1) == batch["labels"]).sum()
         lengths = characters[batch["labels"]].sum()
-        rows.append([float(loss) / 0.6931471805599453, right, batch["labels"].numel(), lengths])
+        rows.append([float(loss) / 0.6931471805599453, correct, batch["labels"].numel(), lengths])
+
     values = torch.tensor(rows, dtype=torch.float64)
     for name, a, b in (("bits_per_character", 0, 3), ("masked_accuracy", 1, 2)):
         ratio = values[:, a].sum() / values[:, b].sum()
@@ -143,22 +159,24 @@ def test_errors_are_those_of_ratios_over_batches():
 
 @pytest.fixture(name="sets")
 def make_sets(corpus):
-    """Two validation sets: one like the training text, one that training says nothing about."""
+    """Return two validation sets, one similar to the training texts and one of other sentences."""
     (corpus / "other.txt").write_text("green apples fall down\nold men sing loud songs\n" * 30)
     return {"domain": str(corpus / "validation.txt"), "general": str(corpus / "other.txt")}
 
 
 def _records(folder):
+    """Return all log records of a run."""
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
-    given = {"max_steps": 24, "save_steps": 24, "eval_strategy": "steps", "eval_steps": 12}
-    metrics = run_of(arguments_of(corpus, tmp_path / "a", validation=json.dumps(sets), **given))
-    measured = [record for record in _records(tmp_path / "a") if "eval_domain_loss" in record]
-    assert [record["step"] for record in measured] == [0, 12, 24, 24]
+    """Check the metrics of two validation sets, of a single one, and of `--evaluate-only`."""
+    options = {"max_steps": 24, "save_steps": 24, "eval_strategy": "steps", "eval_steps": 12}
+    metrics = run_of(arguments_of(corpus, tmp_path / "a", validation=json.dumps(sets), **options))
+    records = [record for record in _records(tmp_path / "a") if "eval_domain_loss" in record]
+    assert [record["step"] for record in records] == [0, 12, 24, 24]
     assert (
-        measured[0]["eval_domain_bits_per_character"]
+        records[0]["eval_domain_bits_per_character"]
         > 1.2 * metrics["eval_domain_bits_per_character"]
     )
     assert metrics["eval_domain_masked_accuracy"] > metrics["eval_general_masked_accuracy"] + 0.1
@@ -167,37 +185,47 @@ def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
     assert set(result["settings"]["validation"]) == {"domain", "general"}
     assert metrics.items() <= result.items()
 
-    # One set alone is measured alike, under its plain name.
-    alone = run_of(arguments_of(corpus, tmp_path / "b", validation=sets["domain"], **given))
-    assert alone["eval_loss"] == metrics["eval_domain_loss"]
+    # A single set has the same metrics, without a name in their keys.
+    single_metrics = run_of(
+        arguments_of(corpus, tmp_path / "b", validation=sets["domain"], **options)
+    )
+    assert single_metrics["eval_loss"] == metrics["eval_domain_loss"]
     with pytest.raises(UserError, match="other settings .validation"):
         other = sets["general"]
         run_of(
-            arguments_of(corpus, tmp_path / "b", validation=other, prepared=tmp_path / "p", **given)
+            arguments_of(
+                corpus, tmp_path / "b", validation=other, prepared=tmp_path / "p", **options
+            )
         )
 
-    # Without training: the same figures, and nothing but the prepared text is written.
-    again = run_of(
+    # Without training, the metrics are identical, and nothing is written to the output directory.
+    evaluated = run_of(
         [
             *arguments_of(corpus, tmp_path / "c", validation=json.dumps(sets), model_config=None),
             *("--init-from", str(tmp_path / "a"), "--evaluate-only"),
         ]
     )
-    assert again == {name: metrics[name] for name in again} and "eval_general_loss" in again
+    assert evaluated == {name: metrics[name] for name in evaluated} and (
+        "eval_general_loss" in evaluated
+    )
     assert not list((tmp_path / "c").iterdir())
 
 
 def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, sets):
-    """Dropout draws from the random numbers that the measuring must leave alone."""
+    """Check that the evaluation before the first step does not change the losses of the run.
+
+    Dropout masks depend on the random state, which the evaluation must leave unchanged.
+    """
     model = json.dumps({**TINY, "dropout": 0.1})
     losses = []
-    for name, more in (("with", {"validation": json.dumps(sets)}), ("without", {})):
-        run_of(arguments_of(corpus, tmp_path / name, model_config=model, max_steps=3, **more))
+    for name, options in (("with", {"validation": json.dumps(sets)}), ("without", {})):
+        run_of(arguments_of(corpus, tmp_path / name, model_config=model, max_steps=3, **options))
         losses.append([row["loss"] for row in _records(tmp_path / name) if "loss" in row])
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 def test_validation_masks_follow_the_seed_of_the_data(corpus, tmp_path, bundled):
+    """Check that the validation masks depend on `data_seed` and not on `seed`."""
     labels = []
     for seed, data_seed in ((3, 5), (4, 5), (3, 6)):
         seeds = {"seed": seed, "data_seed": data_seed, "validation": corpus / "validation.txt"}
@@ -215,18 +243,20 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("given, words", BAD, ids=[words for _, words in BAD])
-def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, given, words):
+@pytest.mark.parametrize("validation, message", BAD, ids=[message for _, message in BAD])
+def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, validation, message):
+    """Check that an invalid validation set is reported in one line before training."""
     (corpus / "empty.txt").write_text("")
-    given, words = (text.replace("DIR", str(corpus)) for text in (given, words))
+    validation, message = (text.replace("DIR", str(corpus)) for text in (validation, message))
     out = tmp_path / "out"
-    code = main(["pretrain", *arguments_of(corpus, out, validation=given, prepared=None)])
+    exit_code = main(["pretrain", *arguments_of(corpus, out, validation=validation, prepared=None)])
     error = capsys.readouterr().err
-    assert code == 2 and words in error and len(error.strip().split("\n")) == 1, error
+    assert exit_code == 2 and message in error and len(error.strip().split("\n")) == 1, error
     assert not list(out.glob("checkpoint-*")) and not (out / "result.json").exists()
 
 
 def test_validation_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
+    """Check that a validation file which is a link to a training file is refused."""
     (tmp_path / "train.txt").write_text("a text\n")
     (tmp_path / "other.txt").symlink_to("train.txt")
     sets = parse_validation({"a": str(tmp_path / "other.txt")})
@@ -235,13 +265,15 @@ def test_validation_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
 
 
 def test_measuring_needs_text(corpus, tmp_path):
+    """Check that `--evaluate-only` is refused without validation texts."""
     with pytest.raises(UserError, match="`evaluate_only` needs validation texts"):
         pretrain.read_run([*arguments_of(corpus, tmp_path), "--evaluate-only"])
 
 
 def test_a_set_may_have_a_column_of_its_own():
-    found = parse_validation(
+    """Check the types of values of a named validation set: a mapping with keys, and a list."""
+    sets = parse_validation(
         {"a": {"name": "x.jsonl", "column": "body"}, "b": ["y.jsonl", "z.jsonl"]}
     )
-    assert [source.column for source in found["a"]] == ["body"]
-    assert [source.name for source in found["b"]] == ["y.jsonl", "z.jsonl"]
+    assert [source.column for source in sets["a"]] == ["body"]
+    assert [source.name for source in sets["b"]] == ["y.jsonl", "z.jsonl"]

@@ -1,4 +1,4 @@
-"""Models and a client that the tests of the server share."""
+"""Fixtures of the server tests: a reranker, a classifier and a client of a running server."""
 
 import pytest
 
@@ -15,13 +15,13 @@ LABELS = {0: "sports", 1: "politics", 2: "weather"}
 
 @pytest.fixture(scope="session")
 def reranker(tmp_path_factory):
-    """Folder of a reranker that reads 64 tokens."""
+    """Return the path of a reranker with a maximum length of 64 tokens."""
     return save_classifier(tmp_path_factory.mktemp("models") / "reranker", 1)
 
 
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory):
-    """Folder of a classifier with three labels that reads 64 tokens."""
+    """Return the path of a classifier with three labels and a maximum length of 64 tokens."""
     folder = tmp_path_factory.mktemp("models") / "topics"
     return save_classifier(
         folder, 3, id2label=LABELS, label2id={name: i for i, name in LABELS.items()}
@@ -30,6 +30,6 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def client(reranker, classifier):
-    """Client of a server with all models in float32."""
+    """Yield a client of a server with all models in float32."""
     with serving("--reranker", reranker, "--classifier", classifier) as client:
         yield client

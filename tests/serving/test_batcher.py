@@ -1,4 +1,8 @@
-"""Test the queue: batches keep their budget and order, and each request depends on itself alone."""
+"""Test the queue of the server.
+
+Batches keep the token budget and the order of the texts. A request that fails or is canceled does
+not affect other requests.
+"""
 
 import asyncio
 import threading
@@ -13,16 +17,24 @@ from neobert.serving.metrics import Metrics
 
 @pytest.fixture
 def executor():
+    """Yield an executor of one thread, in which the model runs."""
     with ThreadPoolExecutor(1) as executor:
         yield executor
 
 
 def make_batcher(function, executor, queue_tokens=33):
-    """Return a queue of strings, which stand for texts of as many tokens."""
+    """Return a queue of strings, each of which represents a text with one token per character.
+
+    A batch has at most 10 tokens.
+    """
     return Batcher("encoder", function, executor, 10, queue_tokens, Metrics())
 
 
 def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
+    """Texts are batched in order, and requests that do not fit into the queue are refused.
+
+    A request that fits into an empty queue gets status 429, and a larger one status 413.
+    """
     batches = []
 
     def function(texts):
@@ -46,6 +58,7 @@ def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
 
 
 def test_only_the_request_of_a_failing_text_fails(executor):
+    """A text that fails affects only its own request, even if it shares a batch with others."""
     batches = []
 
     def function(texts):
@@ -56,7 +69,8 @@ def test_only_the_request_of_a_failing_text_fails(executor):
 
     async def run():
         batcher = make_batcher(function, executor, 100)
-        # The second text shares a batch with all others, and its request continues after it.
+        # The text "bad" shares a batch with the first request, and more texts of its own request
+        # follow in later batches.
         requests = [["aa"], ["bad", "c" * 8, "d" * 8], ["ee", "ff"]]
         results = await asyncio.gather(*map(batcher.run, requests), return_exceptions=True)
         return results, batcher
@@ -64,11 +78,14 @@ def test_only_the_request_of_a_failing_text_fails(executor):
     (first, failing, last), batcher = asyncio.run(run())
     assert (first, last) == (["AA"], ["EE", "FF"])
     assert isinstance(failing, ValueError) and str(failing) == "bad text"
-    assert batches == [["aa", "bad"], ["aa"], ["bad"], ["ee", "ff"]], "the others are left out"
+    assert batches == [["aa", "bad"], ["aa"], ["bad"], ["ee", "ff"]], (
+        "The remaining texts of the failed request must not be processed."
+    )
     assert (batcher.tokens, batcher.requests) == (0, 0)
 
 
 def test_a_cancelled_request_leaves_the_queue(executor):
+    """The texts of a canceled request are removed from the queue, unless their batch is running."""
     computed = []
     may_finish = threading.Event()
 
@@ -88,7 +105,8 @@ def test_a_cancelled_request_leaves_the_queue(executor):
         running.cancel()
         cancelled.cancel()
         await asyncio.gather(running, cancelled, return_exceptions=True)
-        # The first text is in the running batch, the others have left before it ends.
+        # The first text is in the running batch. The other texts of the canceled requests have left
+        # the queue before that batch ends, so that a new request fits.
         sizes = batcher.tokens, batcher.requests
         room = asyncio.create_task(batcher.run(["k" * 20]))
         await asyncio.sleep(0)
@@ -103,6 +121,8 @@ def test_a_cancelled_request_leaves_the_queue(executor):
 
 
 def test_the_metrics_count_batches_and_the_queue(executor):
+    """Check the metrics after one batch of three texts."""
+
     async def run():
         batcher = make_batcher(lambda texts: texts, executor)
         await asyncio.gather(batcher.run(["aaa", "bb"]), batcher.run(["cccc"]))

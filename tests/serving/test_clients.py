@@ -1,5 +1,8 @@
-"""Test the clients of other projects against a real server, from an environment of their own that
-`make test-server` installs: embeddings have the bits of a text alone in every form."""
+"""Test the client libraries of other projects against a running server.
+
+The clients are installed by `make test-server` into an environment of their own. In every format,
+the embedding of a text must have the same bits as if the text were encoded alone.
+"""
 
 import json
 import os
@@ -31,54 +34,55 @@ KEY = "a key"
 
 @pytest.fixture(scope="module")
 def address(reranker, classifier):
-    """Address of a server with all models and an API key."""
+    """Yield the address of a server with all models and an API key."""
     if not (CLIENTS / ".ready").exists():
-        pytest.skip("the clients are not installed: make test-server")
+        pytest.skip("The clients are not installed. Install them with `make test-server`.")
     (folder,) = CLIENTS.glob(TOKENIZERS)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
         monkeypatch.setenv("NEOBERT_API_KEY", KEY)
-        words = ["--reranker", reranker, "--classifier", classifier]
-        with server_process(*words, "--tiktoken-encoding", "cl100k_base") as (_, address):
+        arguments = ["--reranker", reranker, "--classifier", classifier]
+        with server_process(*arguments, "--tiktoken-encoding", "cl100k_base") as (_, address):
             yield address
 
 
 @pytest.fixture(scope="module")
 def embeddings():
-    """Embeddings of the texts, each alone."""
+    """Return the embeddings of the texts, each encoded alone."""
     encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
     return np.stack([encoder.encode([text])[0] for text in TEXTS])
 
 
 @pytest.fixture(scope="module")
 def scores(reranker):
-    """Scores of the documents, all texts but the first."""
+    """Return the reranker's scores. The first text is the query, and the others are documents."""
     return CrossEncoder(reranker).predict([(TEXTS[0], text) for text in TEXTS[1:]])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_client(name, address, embeddings, scores, classifier):
-    done = subprocess.run(
+    """Check the embeddings and scores that a client library receives from the server."""
+    process = subprocess.run(
         [CLIENTS / "bin" / "python", SCRIPT, address, name],
         input=json.dumps({"texts": TEXTS, "key": KEY}),
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert process.returncode == 0, f"The client {name} failed:\n{process.stderr[-3000:]}"
+    results = json.loads(process.stdout.splitlines()[-1])["results"]
 
     for result, values in results.items():
         if result.startswith("embeddings"):
-            # Some clients compute with the embeddings in float64.
+            # Some clients convert the embeddings to float64.
             rows = np.array(values, np.float32)
             np.testing.assert_allclose(rows, embeddings, rtol=1e-6, atol=1e-8, err_msg=result)
             if not result.startswith("embeddings of token ids"):
-                assert rows.tobytes() == embeddings.tobytes(), result
+                assert rows.tobytes() == embeddings.tobytes(), f"The bits of {result} differ."
         elif "scores" in result:
-            # The activation of the CrossEncoder is a sigmoid, too.
+            # The server and CrossEncoder both apply a sigmoid to the logits.
             order = np.argsort(-scores).tolist()
-            assert [index for index, _ in values] == order, result
+            assert [index for index, _ in values] == order, f"The order of {result} differs."
             np.testing.assert_allclose([score for _, score in values], scores[order], atol=1e-5)
 
     check = CHECKS.get(name)
@@ -90,7 +94,7 @@ PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(
     r"^<!-- run: \S+::test_the_snippets_of_the_page -->\n```python\n(.*?)^```$", PAGE, re.M | re.S
 )
-# Printed after a snippet.
+# This code is appended to a snippet, and prints its results as JSON.
 RESULTS = """
 import json
 import numpy
@@ -109,18 +113,19 @@ if "predictions" in names:
     "snippet", SNIPPETS, ids=lambda text: re.search(r"\w+$", text.split()[1])[0]
 )
 def test_the_snippets_of_the_page(snippet, address, reranker, classifier):
+    """Run a snippet of docs/serving.md against the server, and check its results."""
     assert "http://localhost:8000" in snippet and "KEY" in snippet
     code = snippet.replace("http://localhost:8000", address).replace("KEY", KEY)
-    done = subprocess.run(
+    process = subprocess.run(
         [CLIENTS / "bin" / "python", "-c", code + RESULTS],
         env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, f"The snippet failed:\n{process.stderr[-3000:]}"
     results = {}
-    for line in done.stdout.splitlines():
+    for line in process.stdout.splitlines():
         if line.startswith("{"):
             results.update(json.loads(line))
     assert results
@@ -143,6 +148,7 @@ def test_the_page_has_a_snippet_per_client():
 
 
 def check_openai(results, embeddings, scores, classifier):
+    """Check shortened embeddings, the list of models, and the exceptions of the client."""
     expected = embeddings[:, :96] / np.linalg.norm(embeddings[:, :96], axis=1, keepdims=True)
     np.testing.assert_allclose(results["dimensions"], expected, rtol=1e-5, atol=1e-7)
     assert results["models"] == ["sentence-encoder", "reranker", "topics"]
@@ -157,12 +163,14 @@ def check_openai(results, embeddings, scores, classifier):
 
 
 def check_cohere(results, embeddings, scores, classifier):
+    """Check `top_n` in both versions of the API, and the message about an unknown model."""
     best = np.argsort(-scores)[:2].tolist()
     assert results["best v1"] == results["best v2"] == best
     assert results["errors"]["model"][2] == "`model` must be 'reranker', got 'other'."
 
 
 def check_huggingface_hub(results, embeddings, scores, classifier):
+    """Check the predictions of the classifier against those of the pipeline."""
     expected = pipeline("text-classification", model=classifier, top_k=None)(TEXTS)
     for rows, prediction in zip(expected, results["predictions"], strict=True):
         assert prediction == pytest.approx({row["label"]: row["score"] for row in rows}, abs=1e-5)

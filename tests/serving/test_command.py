@@ -1,4 +1,4 @@
-"""Test the command as a process: its start and its end, several workers, and what it refuses."""
+"""Test `neobert serve` as a process: start, shutdown, several workers and refused options."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from neobert.serving.options import OPTIONS
 
 
 def request(address, path, body=None, headers=None):
-    """Return the response to a request as text."""
+    """Send a GET request, or a POST request with a JSON body, and return the response as text."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **(headers or {})}
     message = urllib.request.Request(address + path, data, headers)
@@ -35,6 +35,7 @@ def request(address, path, body=None, headers=None):
 
 
 def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
+    """After SIGTERM, the server completes the requests in progress and ends with exit code 0."""
     texts = texts_of_all_lengths(400)
     encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
     with server_process() as (process, address), ThreadPoolExecutor(4) as pool:
@@ -43,12 +44,15 @@ def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
             pool.submit(request, address, "/embed", {"inputs": texts[start : start + 100]})
             for start in range(0, 400, 100)
         ]
+
+        # Send the signal when all four requests are in the queue.
         while 'neobert_queue_requests{model="encoder"} 4.0' not in request(address, "/metrics"):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
+
         rows = [row for part in parts for row in json.loads(part.result())]
         assert process.wait(60) == 0
-        assert process.stderr.read() == "", "one line in all"
+        assert process.stderr.read() == "", "The server must write one line only."
         with pytest.raises(urllib.error.URLError):
             request(address, "/health")
 
@@ -57,8 +61,9 @@ def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
 
 
 def test_the_line_names_the_models(reranker, classifier):
-    words = ["--model", str(ENCODER), "--reranker", reranker, "--classifier", classifier]
-    options = OPTIONS["serve"].read([*words, "--dtype", "int8", "--device", "cpu"])
+    """Check the message that the server logs at its start."""
+    arguments = ["--model", str(ENCODER), "--reranker", reranker, "--classifier", classifier]
+    options = OPTIONS["serve"].read([*arguments, "--dtype", "int8", "--device", "cpu"])
     assert describe(create_app(options), options, "http://127.0.0.1:8000") == (
         "Serving model sentence-encoder, int8 on cpu, 384 dimensions, up to 256 tokens per text, "
         "reranker reranker, classifier topics at http://127.0.0.1:8000"
@@ -67,9 +72,10 @@ def test_the_line_names_the_models(reranker, classifier):
 
 @pytest.mark.slow
 def test_two_workers_share_the_address_and_the_metrics():
+    """Two workers count in the same metrics, and a worker that dies is restarted."""
     with server_process("--workers", "2") as (process, address):
 
-        def worker_of(_):
+        def embed(_):
             return request(address, "/embed", {"inputs": "an eagle"})
 
         def count():
@@ -77,18 +83,19 @@ def test_two_workers_share_the_address_and_the_metrics():
             return float(re.search(r"^neobert_tokens_total\S+ (\S+)$", text, re.M)[1])
 
         with ThreadPoolExecutor(8) as pool:
-            responses = set(pool.map(worker_of, range(40)))
+            responses = set(pool.map(embed, range(40)))
         assert len(responses) == 1 and count() == 40 * 4
 
-        # The counters of a worker that dies are kept, and the server continues.
+        # The server keeps the counters of a worker that dies, and continues to respond.
         workers = workers_of(process)
         workers[1].kill()
         assert len(json.loads(request(address, "/embed", {"inputs": "an eagle"}))) == 1
         deadline = time.monotonic() + 120
         while len(new_workers := workers_of(process)) < 2 or workers[1] in new_workers:
-            assert time.monotonic() < deadline, "the worker is not restarted"
+            assert time.monotonic() < deadline, "The worker was not restarted within 120 seconds."
             time.sleep(0.1)
         assert workers[0] in new_workers and count() == 41 * 4
+
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
@@ -97,7 +104,7 @@ def workers_of(process):
     """Return the worker processes of a server."""
     workers = []
     for child in psutil.Process(process.pid).children():
-        # A worker that was killed is a zombie until the server notices.
+        # A killed worker is a zombie process, which has no command line, until the server notices.
         with contextlib.suppress(psutil.Error):
             if "spawn_main" in " ".join(child.cmdline()):
                 workers.append(child)
@@ -106,16 +113,18 @@ def workers_of(process):
 
 @pytest.mark.slow
 def test_workers_that_cannot_start_end_the_server(tmp_path):
+    """An error of a worker at its start ends the server, with a message and no traceback."""
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "neobert", "serve", "--workers", "2", "--port", "0"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--model", str(tmp_path)], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2
-    assert "cannot be loaded" in done.stderr and "Traceback" not in done.stderr
+    assert process.returncode == 2
+    assert "cannot be loaded" in process.stderr and "Traceback" not in process.stderr
 
 
 def test_an_address_in_use_is_refused_before_the_models_are_loaded(capsys):
+    """The server reports an address in use at once, with the option that selects another port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -128,14 +137,19 @@ def test_an_address_in_use_is_refused_before_the_models_are_loaded(capsys):
 
 
 def test_a_missing_model_is_refused(capsys, tmp_path):
+    """A path of an encoder or a reranker that does not exist is an error."""
     missing = str(tmp_path / "missing")
-    for words in (["--model", missing], ["--model", str(ENCODER), "--reranker", missing]):
-        assert main(["serve", *words]) == 2
+    for arguments in (["--model", missing], ["--model", str(ENCODER), "--reranker", missing]):
+        assert main(["serve", *arguments]) == 2
         assert "there is no" in capsys.readouterr().err
 
 
 def test_responses_are_sent_without_delay():
-    """asyncio sets TCP_NODELAY for sockets of this protocol only; a response would wait 40 ms."""
+    """Accepted connections have the socket option TCP_NODELAY.
+
+    asyncio sets the option only if the protocol of the listening socket is TCP. Without the option,
+    a response could be delayed by 40 ms.
+    """
 
     async def accept():
         accepted = asyncio.get_running_loop().create_future()
@@ -156,14 +170,18 @@ def test_responses_are_sent_without_delay():
 
 
 def test_an_open_server_for_other_machines_is_reported(capsys, caplog, monkeypatch):
-    # An address of another machine cannot be bound.
-    words = ["serve", "--model", str(ENCODER), "--host", "192.0.2.1"]
+    """A server without an API key that accepts remote connections logs a warning."""
+    # The address is reserved for documentation and cannot be bound, so the server never starts.
+    arguments = ["serve", "--model", str(ENCODER), "--host", "192.0.2.1"]
     monkeypatch.setenv("NEOBERT_API_KEY", "")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "NEOBERT_API_KEY must not be empty" in capsys.readouterr().err
+
+    # A server with an API key logs no warning.
     monkeypatch.setenv("NEOBERT_API_KEY", "secret")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "192.0.2.1:8000 must be available" in capsys.readouterr().err and not caplog.messages
+
     monkeypatch.delenv("NEOBERT_API_KEY")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "The server is open to other machines." in caplog.text

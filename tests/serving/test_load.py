@@ -1,5 +1,8 @@
-"""Test the server under load: 2,000 requests of 32 clients, of which some are broken and some are
-cancelled. No response is lost or belongs to another request, and the memory does not grow."""
+"""Test the server under load: 2,000 requests of 32 concurrent clients.
+
+Some requests are invalid, and some are canceled. No response may be lost or belong to another
+request, and the memory of the server must not grow.
+"""
 
 import http.client
 import json
@@ -21,7 +24,9 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 pytestmark = pytest.mark.slow
 REQUESTS = 2000
 CLIENTS = 32
-MAX_GROWTH = 32 * 2**20  # bytes
+# Maximum growth of the memory in bytes.
+MAX_GROWTH = 32 * 2**20
+# Bodies of invalid requests, by the status of their response.
 BROKEN_BODIES = {
     400: [
         b"{",
@@ -36,10 +41,12 @@ BROKEN_BODIES = {
 
 
 def is_broken(index):
+    """Return whether the request with this index is invalid."""
     return index % 20 == 7
 
 
 def is_cancelled(index):
+    """Return whether the client disconnects before the response to the request."""
     return index % 10 == 4
 
 
@@ -47,14 +54,15 @@ class Client:
     """Client that sends every 32nd request of a round, one after the other.
 
     Attributes:
-        rows: Embeddings of the responses, {index of the text: embedding}.
-        statuses: Statuses of the broken requests, {index: (status, expected status)}.
-        cancelled: Number of requests that were cancelled.
+        rows: Embeddings of the responses, {index of the request: [(index of the text, embedding)]}.
+        statuses: Statuses of the invalid requests, {index: (status, expected status)}.
+        cancelled: Number of requests that were canceled.
     """
 
     def __init__(self, number, address, texts):
         self.number = number
-        self.host, self.port = urlsplit(address).hostname, urlsplit(address).port
+        self.host = urlsplit(address).hostname
+        self.port = urlsplit(address).port
         self.texts = texts
         self.generator = random.Random(number)
         self.rows = {}
@@ -62,6 +70,11 @@ class Client:
         self.cancelled = 0
 
     def run(self, indices):
+        """Send the requests of this client, and store their responses.
+
+        Args:
+            indices: Indices of the requests of all clients in a round.
+        """
         connection = http.client.HTTPConnection(self.host, self.port, timeout=300)
         for index in indices:
             if index % CLIENTS != self.number:
@@ -82,20 +95,21 @@ class Client:
                     "encoding_format": encoding_format,
                 }
                 response, content = self.send(connection, json.dumps(body).encode())
-                assert response.status == 200, content
+                assert response.status == 200, f"Request {index} failed: {content}"
                 data = json.loads(content)["data"]
                 for i, item in zip(selected, data, strict=True):
                     self.rows.setdefault(index, []).append((i, decode(item["embedding"])))
         connection.close()
 
     def send(self, connection, body):
+        """Send a request, and return its response and the content of the response."""
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/embeddings", body, headers)
         response = connection.getresponse()
         return response, response.read()
 
     def cancel(self, index):
-        """Send a large request, complete or not, and disconnect before the response."""
+        """Send a large request, completely or in part, and disconnect before the response."""
         body = json.dumps({"input": self.texts[:40]}).encode()
         if self.generator.random() < 0.3:
             body = body[: len(body) // 2]
@@ -113,7 +127,10 @@ class Client:
 
 
 def warm_up(address):
-    """Run a batch of every size, because oneDNN keeps a kernel for each number of int8 rows."""
+    """Run batches of all sizes, because oneDNN caches a kernel for each number of int8 rows.
+
+    Without these requests, the cached kernels would look like a memory leak.
+    """
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=300)
     for tokens in (*range(16, 512, 16), *range(512, 3073, 64)):
         texts = ["a " * 126] * (tokens // 128)
@@ -134,6 +151,7 @@ def metric(address, pattern):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
+    """Check the embeddings, statuses, counters and memory after four rounds of requests."""
     texts = texts_of_all_lengths(500)
     encoder = PackedEncoder(str(ENCODER), dtype, "cpu")
     alone = [encoder.encode([text])[0].tobytes() for text in texts]
@@ -148,11 +166,12 @@ def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
                 list(pool.map(lambda client, indices=indices: client.run(indices), clients))
                 memory.append(psutil.Process(process.pid).memory_info().rss)
 
-        # The last cancelled requests leave the queue as soon as their disconnect is noticed.
+        # Canceled requests leave the queue when the server notices the disconnect.
         deadline = time.monotonic() + 30
         while metric(address, "neobert_queue_requests") and time.monotonic() < deadline:
             time.sleep(0.1)
         assert metric(address, "neobert_queue_(requests|tokens)") == 0
+
         route = 'neobert_requests_total{route="/v1/embeddings",status='
         counts = {
             status: metric(address, re.escape(f'{route}"{status}"'))
@@ -162,18 +181,24 @@ def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
     rows = {index: row for client in clients for index, row in client.rows.items()}
     statuses = {index: item for client in clients for index, item in client.statuses.items()}
     cancelled = sum(client.cancelled for client in clients)
+
+    # Every request has a response or was canceled.
     assert len(rows) + len(statuses) + cancelled == REQUESTS
     for index, items in rows.items():
         for i, row in items:
-            assert row.tobytes() == alone[i], f"request {index} has another embedding of text {i}"
+            assert row.tobytes() == alone[i], (
+                f"Request {index} received a wrong embedding of text {i}."
+            )
     for index, (status, expected) in statuses.items():
-        assert status == expected, f"request {index}"
+        assert status == expected, f"Request {index} received an unexpected status."
 
     # A client can disconnect after the response was computed.
     assert counts[200] + counts[499] == len(rows) + cancelled and counts[499] > cancelled / 2
     assert counts[400] + counts[404] + counts[413] == len(statuses)
     assert counts[429] == counts[500] == counts[503] == 0
+
+    # The first round has allocated the buffers, so later rounds must not increase the memory.
     mebibytes = [size >> 20 for size in memory]
     print(f"{dtype}: memory {mebibytes} MiB, statuses {counts}")
     growth = memory[-1] - memory[0]
-    assert growth < MAX_GROWTH, f"the memory grew: {mebibytes} MiB"
+    assert growth < MAX_GROWTH, f"The memory grew by more than the limit: {mebibytes} MiB."

@@ -1,4 +1,4 @@
-"""Test access, limits, deadline, cancellation and metrics of requests."""
+"""Test the middleware of the server: API key, limits, deadline, cancellation and metrics."""
 
 import asyncio
 import threading
@@ -15,6 +15,7 @@ from neobert.serving.options import OPTIONS
 
 
 def test_an_api_key_is_required_except_for_health_and_metrics():
+    """A missing or wrong key is refused with status 401, except for /health and /metrics."""
     with serving("--api-key", "schlüssel") as client:
         body = {"input": "a"}
         for key in (None, "Bearer schl", "schlüssel", "Bearer other", "bearer schlüssel"):
@@ -25,19 +26,21 @@ def test_an_api_key_is_required_except_for_health_and_metrics():
             assert response.headers["www-authenticate"] == "Bearer"
             response = client.get("/info", headers=headers)
             assert response.json()["error_type"] == "unauthorized"
+
         headers = {"Authorization": "Bearer schlüssel".encode()}
         assert client.post("/v1/embeddings", json=body, headers=headers).status_code == 200
         assert client.get("/health").status_code == client.get("/metrics").status_code == 200
 
 
 def test_the_api_key_of_the_environment(monkeypatch):
+    """The option --api-key has priority over NEOBERT_API_KEY, which must not be empty."""
     monkeypatch.setenv("NEOBERT_API_KEY", "secret")
     server = OPTIONS["serve"].read(["--model", str(ENCODER)]).server
     assert server.key == "secret"
     server = OPTIONS["serve"].read(["--model", str(ENCODER), "--api-key", "option"]).server
     assert server.key == "option"
 
-    # An empty variable would open the server.
+    # An empty variable is an error, because the server would accept all requests.
     monkeypatch.setenv("NEOBERT_API_KEY", "")
     server = OPTIONS["serve"].read(["--model", str(ENCODER)]).server
     with pytest.raises(UserError, match="NEOBERT_API_KEY must not be empty"):
@@ -47,6 +50,7 @@ def test_the_api_key_of_the_environment(monkeypatch):
 
 
 def test_a_request_after_its_deadline_is_refused_and_leaves_the_queue():
+    """A request that exceeds the deadline gets status 503, and its waiting texts are removed."""
     release = threading.Event()
     with serving("--timeout", "0.3") as client:
         queue = client.app.state.serving.embeddings
@@ -62,20 +66,23 @@ def test_a_request_after_its_deadline_is_refused_and_leaves_the_queue():
         assert response.json()["error"]["message"] == (
             "the request took longer than 0.3 s. Retry later."
         )
+
         # The second request waits behind the running batch.
         response = client.post("/embed", json={"inputs": ["a", "b"]})
         assert response.json()["error_type"] == "overloaded"
         assert (queue.requests, queue.tokens) == (0, 3)
+
+        # The server responds again when the batch has finished.
         release.set()
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
 
 
 def run_gate(route, messages, headers=(), timeout=5.0):
-    """Return the messages that the middleware sends, and its metrics.
+    """Return the ASGI messages that the middleware sends, and the text of its metrics.
 
     Args:
-        route: ASGI application.
-        messages: Messages of the server; a number is a pause in seconds.
+        route: ASGI application behind the middleware.
+        messages: Messages that the middleware receives. A number is a pause in seconds.
         headers: Headers of the request.
         timeout: Deadline in seconds.
     """
@@ -104,6 +111,7 @@ def run_gate(route, messages, headers=(), timeout=5.0):
 
 
 def body_of(text, more_body=False):
+    """Return an ASGI message with a part of the request's body."""
     return {"type": "http.request", "body": text, "more_body": more_body}
 
 
@@ -111,6 +119,7 @@ DISCONNECT = {"type": "http.disconnect"}
 
 
 def test_a_disconnect_cancels_the_route():
+    """A client that disconnects cancels the route, and counts as status 499."""
     bodies = []
     cancelled = []
 
@@ -131,6 +140,8 @@ def test_a_disconnect_cancels_the_route():
 
 
 def test_a_disconnect_in_the_body_does_not_start_the_route():
+    """The route is not called if the client disconnects before the body is complete."""
+
     async def route(scope, receive, send):
         raise AssertionError("the route has started")
 
@@ -139,10 +150,12 @@ def test_a_disconnect_in_the_body_does_not_start_the_route():
 
 
 def test_a_disconnect_after_the_response_is_no_cancellation():
+    """A disconnect after the response counts as status 200, not as 499."""
+
     async def route(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ok"})
-        # The server reports a disconnect as soon as the response is complete.
+        # An ASGI server reports a disconnect as soon as the response is complete.
         await asyncio.sleep(0.2)
 
     sent, metrics = run_gate(route, [body_of(b""), 0.05, DISCONNECT])
@@ -158,6 +171,8 @@ def test_a_disconnect_after_the_response_is_no_cancellation():
     ],
 )
 def test_a_large_body_is_refused(monkeypatch, messages, headers):
+    """A body above the limit gets status 413, with or without a Content-Length header."""
+
     async def route(scope, receive, send):
         raise AssertionError("the route has started")
 
@@ -167,6 +182,8 @@ def test_a_large_body_is_refused(monkeypatch, messages, headers):
 
 
 def test_a_slow_body_is_refused():
+    """A body that is not complete before the deadline gets status 408."""
+
     async def route(scope, receive, send):
         raise AssertionError("the route has started")
 
@@ -175,6 +192,8 @@ def test_a_slow_body_is_refused():
 
 
 def test_the_metrics_name_routes_and_statuses(client):
+    """Requests are counted by route and status. All unknown paths share the route "other"."""
+
     def count(route, status):
         line = f'neobert_requests_total{{route="{route}",status="{status}"}} '
         lines = client.get("/metrics").text.splitlines()

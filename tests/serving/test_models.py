@@ -1,4 +1,8 @@
-"""Test what the models of the server load and refuse, and the token ids of other tokenizers."""
+"""Test the models of the server.
+
+Covers token ids of tiktoken, dtypes, the fast forward pass for CPUs, the temperature of fine-tuned
+classifiers, and models that cannot be served.
+"""
 
 import json
 import shutil
@@ -26,7 +30,10 @@ from neobert.serving.options import OPTIONS
 
 @pytest.fixture
 def byte_encoding(monkeypatch):
-    """Encoding of tiktoken with one token id per byte; the files of others need the network."""
+    """Replace the encodings of tiktoken by "bytes", which has one token id per byte.
+
+    tiktoken would have to download the files of its own encodings.
+    """
     encoding = tiktoken.Encoding(
         "bytes",
         pat_str=r".+",
@@ -43,6 +50,7 @@ def byte_encoding(monkeypatch):
 
 
 def test_token_ids_of_tiktoken_are_decoded(byte_encoding):
+    """Token ids of tiktoken, token ids of the model and text give the same embedding."""
     ids = list(b"an eagle")
     with serving("--tiktoken-encoding", "bytes") as client:
         model_ids = AutoTokenizer.from_pretrained(ENCODER)("an eagle")["input_ids"]
@@ -55,6 +63,7 @@ def test_token_ids_of_tiktoken_are_decoded(byte_encoding):
 
 
 def test_an_unknown_encoding_is_refused(byte_encoding):
+    """An encoding that tiktoken cannot load is an error at the start of the server."""
     options = OPTIONS["serve"].read(["--model", str(ENCODER), "--tiktoken-encoding", "other"])
     with pytest.raises(UserError, match="tiktoken can load, got 'other': Unknown encoding other"):
         create_app(options)
@@ -62,6 +71,7 @@ def test_an_unknown_encoding_is_refused(byte_encoding):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
 def test_other_dtypes_are_near_to_float32(dtype, reranker, classifier):
+    """Embeddings in other dtypes are close to those in float32, and all routes respond."""
     encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
     texts = texts_of_all_lengths(8)
     models = ["--reranker", reranker, "--classifier", classifier]
@@ -75,6 +85,13 @@ def test_other_dtypes_are_near_to_float32(dtype, reranker, classifier):
 
 
 def load(folder, kind, dtype=torch.float32):
+    """Load a model of the server.
+
+    Args:
+        folder: Path of the model.
+        kind: "reranker" or "classifier".
+        dtype: Dtype of the weights.
+    """
     options = OPTIONS["serve"].read(["--model", str(ENCODER), "--device", "cpu"])
     return getattr(Classifier, f"load_{kind}")(str(folder), dtype, options)
 
@@ -82,10 +99,15 @@ def load(folder, kind, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_logits_have_the_same_bits_in_every_batch(classifier, dtype, is_fast):
+    """Logits of a text do not depend on the other texts of its batch.
+
+    `is_fast` selects the forward pass for CPUs instead of that of the model.
+    """
     model = load(classifier, "classifier", dtype)
     assert model._forward is not None
     if not is_fast:
         model._forward = None
+
     tokens = model.tokenize([(text,) for text in texts_of_all_lengths(40)], truncate=True)
     alone = [model.logits([ids])[0].tobytes() for ids in tokens]
     for size in (2, 7, 16, 40):
@@ -97,9 +119,11 @@ def test_logits_have_the_same_bits_in_every_batch(classifier, dtype, is_fast):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype, pooling, tmp_path):
+    """The forward pass for CPUs has the logits of the model, for both types of pooling."""
     folder = shutil.copytree(classifier, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "classifier_pooling": pooling}))
+
     model = load(folder, "classifier", dtype)
     tokens = model.tokenize([(text,) for text in texts_of_all_lengths(20)], truncate=True)
     fast = model.logits(tokens)
@@ -109,6 +133,7 @@ def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype,
 
 
 def test_a_model_with_a_hook_runs_its_own_forward(classifier):
+    """A model with a forward hook does not use the fast forward pass, which would skip the hook."""
     model = load(classifier, "classifier").model
     assert CpuClassifier.for_model(model)
     with model.model.register_forward_hook(lambda *arguments: None):
@@ -117,6 +142,7 @@ def test_a_model_with_a_hook_runs_its_own_forward(classifier):
 
 
 def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
+    """The server applies the temperature and the maximum length of task.json."""
     folder = tmp_path / "topics"
     save_classifier(folder, 3)
     (folder / "task.json").write_text('{"temperature": 2.5, "max_length": 16}')
@@ -124,6 +150,7 @@ def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
         raw = client.post("/predict", json={"inputs": "an eagle", "raw_scores": True}).json()
         rows = client.post("/predict", json={"inputs": "an eagle"}).json()
         long = client.post("/predict", json={"inputs": "b " * 15})
+
     logits = np.array([row["score"] for row in raw]) / 2.5
     expected = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
@@ -131,6 +158,7 @@ def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
 
 
 def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
+    """Check the messages about models without a suitable head, missing models and damaged files."""
     with pytest.raises(UserError, match="CrossEncoder with one score per pair"):
         load(classifier, "reranker")
     with pytest.raises(UserError, match="must have a trained classification head"):
@@ -147,6 +175,7 @@ def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
 
 
 def test_logits_that_are_not_finite_are_an_error(classifier):
+    """Infinite or NaN logits raise an error that names the dtype."""
     model = load(classifier, "classifier")
     model.model.classifier.bias.data[1] = float("inf")
     with pytest.raises(UserError, match="must be finite, got infinite or NaN values in float32"):
@@ -154,6 +183,7 @@ def test_logits_that_are_not_finite_are_an_error(classifier):
 
 
 def test_public_names(tmp_path, monkeypatch):
+    """The public name is the name of the directory, or the complete name on the Hub."""
     folder = tmp_path / "encoder"
     folder.mkdir()
     assert public_name(f"{folder}/") == "encoder"

@@ -1,5 +1,9 @@
-"""Test the routes: responses in the forms of their APIs, embeddings with the bits of a text alone
-whatever is requested at the same time, and one sentence for each refusal."""
+"""Test the routes of the server.
+
+Responses have the format of their API: OpenAI, Cohere and Jina, or Text Embeddings Inference. The
+embedding of a text has the same bits as if the text were encoded alone, whatever other requests
+are processed at the same time. Errors are reported in one sentence.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +31,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_concurrent_requests_return_the_bits_of_each_text_alone(dtype):
+    """Embeddings of concurrent requests have the bits of each text encoded alone."""
     encoder = PackedEncoder(str(ENCODER), dtype, "cpu")
     texts = texts_of_all_lengths(48)
     alone = {text: encoder.encode([text])[0] for text in texts}
@@ -48,12 +53,14 @@ def test_concurrent_requests_return_the_bits_of_each_text_alone(dtype):
     for request, response in zip(requests, responses, strict=True):
         for text, embedding in zip(request, embeddings_of(response), strict=True):
             assert embedding.tobytes() == alone[text].tobytes()
+
     tokens = sum(map(len, encoder.tokenize(requests[2])))
     assert responses[2].json()["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert embeddings_of(one)[0].tobytes() == alone[texts[0]].tobytes()
 
 
 def test_models_token_ids_and_dimensions(client):
+    """Check the list of models, token ids as input, and shortened embeddings."""
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["sentence-encoder", "reranker", "topics"]
 
@@ -67,6 +74,7 @@ def test_models_token_ids_and_dimensions(client):
     (row,) = embeddings_of(client.post("/v1/embeddings", json={"input": ids[1]}))
     assert row.tobytes() == expected[1].tobytes()
 
+    # Shortened embeddings are normalized again.
     body = {"input": ids[0], "dimensions": 96}
     (row,) = embeddings_of(client.post("/v1/embeddings", json=body))
     first = expected[0][:96]
@@ -78,9 +86,10 @@ def test_models_token_ids_and_dimensions(client):
 
 
 def test_the_scores_are_those_of_the_cross_encoder(client, reranker):
+    """Both versions of the API return the sorted scores of CrossEncoder, limited by `top_n`."""
     query, *documents = (text[:50] for text in texts_of_all_lengths(12, seed=1))
     expected = CrossEncoder(reranker).predict([(query, document) for document in documents])
-    assert np.ptp(expected) > 0.01, "the scores differ"
+    assert np.ptp(expected) > 0.01, "The scores must differ, so that their order can be tested."
 
     for path, top_n in (("/v1/rerank", 20), ("/v2/rerank", 3), ("/v1/rerank", None)):
         body = {"query": query, "documents": documents, "top_n": top_n, "model": "reranker"}
@@ -102,6 +111,7 @@ def test_the_scores_are_those_of_the_cross_encoder(client, reranker):
 
 
 def test_the_bits_of_a_score_do_not_depend_on_the_other_documents(client):
+    """The score of a document is the same, bit for bit, with and without other documents."""
     query, *documents = texts_of_all_lengths(40, seed=2)
     body = {"query": query[:40], "truncate": True}
     together = client.post("/rerank", json={**body, "texts": documents, "raw_scores": True}).json()
@@ -116,6 +126,7 @@ def test_the_bits_of_a_score_do_not_depend_on_the_other_documents(client):
 
 
 def test_embed_returns_the_embeddings_of_the_openai_route(client):
+    """Check /embed and its alias /, and shortened embeddings."""
     texts = ["a bird of prey", "an eagle"]
     expected = embeddings_of(client.post("/v1/embeddings", json={"input": texts}))
     for path in ("/embed", "/"):
@@ -134,7 +145,11 @@ def test_embed_returns_the_embeddings_of_the_openai_route(client):
 
 
 def test_a_prompt_and_the_normalization_of_an_encoder_without_them(tmp_path):
-    """`normalize` is true by default, and applies to a model that does not normalize."""
+    """Check `prompt_name` and `normalize` with a model that does not normalize its embeddings.
+
+    `normalize` is true by default. The OpenAI route does not normalize the embeddings of this
+    model.
+    """
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -156,12 +171,15 @@ def test_a_prompt_and_the_normalization_of_an_encoder_without_them(tmp_path):
 
     assert decode(raw).tobytes() == plain.tobytes() and np.linalg.norm(plain) > 1.01
     np.testing.assert_allclose(normalized, plain / np.linalg.norm(plain), rtol=1e-6)
-    assert short.tobytes() == plain[:16].tobytes(), "a model that does not normalize stays so"
+    assert short.tobytes() == plain[:16].tobytes(), (
+        "The OpenAI route must not normalize the embeddings."
+    )
     assert unknown.status_code == 400 and "(query, document)" in unknown.json()["error"]
     assert ids.status_code == 400 and "`prompt_name` requires text" in ids.json()["error"]
 
 
 def test_rerank_of_tei(client, reranker):
+    """Scores are the logits of CrossEncoder with `raw_scores`, otherwise their sigmoid."""
     documents = ["an eagle", "a violin", "soup"]
     model = CrossEncoder(reranker)
     pairs = [("a bird", document) for document in documents]
@@ -182,6 +200,10 @@ def test_rerank_of_tei(client, reranker):
 
 
 def test_predict_returns_the_probabilities_of_the_pipeline(client, classifier):
+    """Check texts, batches and pairs against the pipeline of transformers.
+
+    A list of two strings is one pair, and a list of lists is a batch.
+    """
     texts = ["an eagle over the valley", "rain"]
     model = pipeline("text-classification", model=classifier, top_k=None)
     expected = [{row["label"]: row["score"] for row in rows} for rows in model(texts)]
@@ -206,6 +228,7 @@ def test_predict_returns_the_probabilities_of_the_pipeline(client, classifier):
     check(mixed[0], expected_pair)
     check(mixed[1], expected[1])
 
+    # Raw scores are logits.
     raw = client.post("/predict", json={"inputs": texts[0], "raw_scores": True}).json()
     logits = np.array([row["score"] for row in raw])
     probabilities = np.exp(logits) / np.exp(logits).sum()
@@ -213,6 +236,7 @@ def test_predict_returns_the_probabilities_of_the_pipeline(client, classifier):
 
 
 def test_predict_with_the_parameters_of_the_inference_client(client):
+    """Check the parameters `top_k` and `function_to_apply` of InferenceClient."""
     raw = client.post("/predict", json={"inputs": "rain", "raw_scores": True}).json()
     logits = np.array([row["score"] for row in raw])
     expected = {
@@ -221,6 +245,7 @@ def test_predict_with_the_parameters_of_the_inference_client(client):
         "sigmoid": 1 / (1 + np.exp(-logits)),
         "none": logits,
     }
+
     for function, scores in expected.items():
         parameters = {"top_k": 2} if function is None else {"function_to_apply": function}
         body = {"inputs": "rain", "parameters": parameters}
@@ -239,6 +264,7 @@ def test_predict_with_the_parameters_of_the_inference_client(client):
     ],
 )
 def test_predict_of_other_problem_types(tmp_path, problem_type, num_labels, function):
+    """Scores are the sigmoid of the logits for several labels, and the logits for regression."""
     folder = save_classifier(tmp_path / "model", num_labels, problem_type=problem_type)
     with serving("--classifier", folder) as client:
         raw = client.post("/predict", json={"inputs": "an eagle", "raw_scores": True}).json()
@@ -249,6 +275,7 @@ def test_predict_of_other_problem_types(tmp_path, problem_type, num_labels, func
 
 
 def test_info_and_health(client):
+    """Check the properties of the server at /info, and the status at /health."""
     info = client.get("/info").json()
     assert info["model_id"] == "sentence-encoder" and info["model_dtype"] == "float32"
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
@@ -258,7 +285,7 @@ def test_info_and_health(client):
 
 
 # ------------------------------------------------------------------------------------------------
-# refusals
+# errors
 
 
 @pytest.mark.parametrize(
@@ -290,6 +317,7 @@ def test_info_and_health(client):
     ],
 )
 def test_a_refusal_has_the_form_of_openai(client, path, body, status, message):
+    """Errors of the OpenAI route have its format, and the server continues to respond."""
     response = post(client, path, body)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (status, status)
@@ -306,6 +334,7 @@ def test_a_refusal_has_the_form_of_openai(client, path, body, status, message):
     ],
 )
 def test_a_refusal_has_the_form_of_cohere(client, path, body, status, message):
+    """Errors of the rerank routes have the format of Cohere."""
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["message"]
 
@@ -323,12 +352,14 @@ def test_a_refusal_has_the_form_of_cohere(client, path, body, status, message):
     ],
 )
 def test_a_refusal_has_the_form_of_tei(client, path, body, status, message):
+    """Errors of the other routes have the format of Text Embeddings Inference."""
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["error"]
     assert response.json()["error_type"] == "validation"
 
 
 def test_a_body_without_a_content_type_is_refused(client):
+    """A body without a JSON content type, and a wrong HTTP method, are errors."""
     for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
         response = client.post("/embed", content=b'{"inputs": "a"}', headers=headers)
         assert response.status_code == 400
@@ -340,12 +371,13 @@ def test_a_body_without_a_content_type_is_refused(client):
 
 
 def post(client, path, body):
-    """Send a body of JSON or bytes."""
+    """Send a POST request. A body of type bytes is sent unchanged, any other as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return client.post(path, content=content, headers={"Content-Type": "application/json"})
 
 
 def test_routes_of_models_that_are_not_loaded():
+    """Routes without a model respond with the option that loads the model."""
     with serving() as client:
         response = client.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
         assert response.status_code == 404
@@ -356,11 +388,16 @@ def test_routes_of_models_that_are_not_loaded():
 
 
 def test_a_failure_of_the_model_is_one_sentence(client, monkeypatch):
+    """An exception of the model gives status 500 with a message in one line.
+
+    The next request succeeds.
+    """
+
     def fail(batch):
         raise RuntimeError("out of memory\nat line 3")
 
     monkeypatch.setattr(client.app.state.serving.embeddings, "function", fail)
-    # The exception is raised again for the log of the server.
+    # The exception is raised again, so that the server can log it.
     with pytest.raises(RuntimeError):
         client.post("/v1/embeddings", json={"input": "a"})
     monkeypatch.setattr(client._transport, "raise_server_exceptions", False)
@@ -389,6 +426,7 @@ REQUESTS_WITH_LONG_TEXTS = {
 
 @pytest.mark.parametrize("path", REQUESTS_WITH_LONG_TEXTS)
 def test_long_texts_are_refused_on_every_route_and_truncated_on_request(client, path):
+    """Texts above the maximum length are an error, unless the request sets `truncate`."""
     body = REQUESTS_WITH_LONG_TEXTS[path]
     response = client.post(path, json=body)
     assert response.status_code == 400
@@ -397,6 +435,7 @@ def test_long_texts_are_refused_on_every_route_and_truncated_on_request(client, 
 
 
 def test_the_option_truncates_on_every_route(reranker, classifier):
+    """The option --truncate is the default of all routes, and a request can override it."""
     options = ["--truncate", "--reranker", reranker, "--classifier", classifier]
     with serving(*options) as client:
         for path, body in REQUESTS_WITH_LONG_TEXTS.items():
@@ -405,7 +444,7 @@ def test_the_option_truncates_on_every_route(reranker, classifier):
         response = client.post("/v1/embeddings", json={"input": LONG})
         assert client.get("/info").json()["auto_truncate"] is True
 
-        # The two documents differ after the last token that the reranker reads.
+        # The two documents differ only after the maximum length of the reranker.
         documents = ["b " * 100 + "c", "b " * 100 + "d"]
         ranks = client.post("/v1/rerank", json={"query": "a", "documents": documents}).json()
 

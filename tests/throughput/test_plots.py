@@ -1,4 +1,4 @@
-"""Tests of the plots of a throughput run: their points, axes and when they are omitted."""
+"""Test the plots of `neobert throughput`: points, axes, and plots that are omitted."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,15 @@ from neobert.throughput import plots  # noqa: E402
 
 
 def row(workload, model, longest, fill, speed):
+    """Return a row of throughput.json.
+
+    Args:
+        workload: Name of the workload.
+        model: Name of the model.
+        longest: Length of the longest sequence in tokens.
+        fill: Fraction of non-padding tokens.
+        speed: Throughput in tokens per second.
+    """
     return {
         "set": workload,
         "model": model,
@@ -32,16 +41,18 @@ ROWS = [
 
 @pytest.fixture
 def saved(monkeypatch):
-    """Figures in the order in which they are written."""
+    """Return the list of figures that are saved. No files are written."""
     figures = []
     monkeypatch.setattr(plots.Figure, "savefig", lambda self, path: figures.append(self))
     return figures
 
 
 def test_a_line_has_the_full_batches_of_a_model_in_order(saved, tmp_path):
+    """A line contains the workloads without padding, sorted by sequence length."""
     assert plots.plot_lengths(ROWS, tmp_path / "x.png", "a CPU")
     (axes,) = saved[0].axes
-    (container,) = axes.containers  # modernbert-base has one length only
+    # ModernBERT was measured at a single length, and therefore has no line.
+    (container,) = axes.containers
     assert container.get_label() == "neobert (sdpa)"
     assert np.array_equal(container.lines[0].get_xydata(), [[512, 400], [1024, 300]])
     assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1,024"]
@@ -52,6 +63,8 @@ def test_a_line_has_the_full_batches_of_a_model_in_order(saved, tmp_path):
 
 
 def test_the_speedup_is_plotted_by_the_fraction_of_non_padding_tokens(saved, tmp_path):
+    """The x axis shows the percentage of non-padding tokens of each workload."""
+
     def value(ratio):
         return {"ratio": ratio, "quartiles": [ratio - 0.1, ratio + 0.1]}
 
@@ -62,11 +75,13 @@ def test_the_speedup_is_plotted_by_the_fraction_of_non_padding_tokens(saved, tmp
 
 
 def test_one_point_is_no_plot(saved, tmp_path):
+    """A plot is omitted if no line has at least two points."""
     assert not plots.plot_lengths(ROWS[1:], tmp_path / "x.png")
     assert not plots.plot_speedup(ROWS, {}, tmp_path / "x.png")
     assert not saved
 
 
 def test_the_files_are_written(tmp_path):
+    """The plot is written as a PNG file."""
     assert plots.plot_lengths(ROWS, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

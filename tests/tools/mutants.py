@@ -1,12 +1,12 @@
-"""Breaks the code in one place at a time and shows that the tests notice.
+"""Mutation testing: break the code in one place at a time and check that a test fails.
 
-    python tests/tools/mutants.py attention_neobert.py            those of one file
-    python tests/tools/mutants.py --output results/mutants.md     all
+    python tests/tools/mutants.py attention_neobert.py            # the mutants of one file
+    python tests/tools/mutants.py --output results/mutants.md     # all mutants
 
-tests/mutants/ has a table for every file of the code, as pretraining/masking.json: rows of a name,
-the tests that kill the mutant, and pairs of a text and what replaces it. Every mutant is applied to
-a copy of the checkout in a temporary folder, where its tests run until one has failed. Exit status
-1 if a mutant survives, or if the tests fail without one.
+tests/mutants/ has one JSON table per source file, such as pretraining/masking.json. A row contains
+the name of the mutant, the tests that should fail, and pairs of a text and its replacement. Each
+mutant is applied to a copy of the checkout in a temporary folder, where its tests run until the
+first failure. The exit status is 1 if a mutant survives, or if a test fails without a mutant.
 """
 
 import argparse
@@ -29,16 +29,21 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "tests" / "mutants"
-# Imported once for every fork, where they are there.
+# Libraries that are imported before forking, if they are installed, which saves time.
 LIBRARIES = ("transformers", "datasets", "accelerate", "sentence_transformers", "scipy.stats")
 PYTEST = ("-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no", "--maxfail=1")
 
-# `tests` are node ids below tests/, `changes` pairs of texts.
+# `file` is a path relative to the repository, `tests` are node IDs relative to tests/, and
+# `changes` are pairs (text, replacement).
 Mutant = namedtuple("Mutant", ("name", "file", "tests", "changes"))
 
 
 def read_mutants(files=()):
-    """The mutants of these files of the code, or of all that have a table."""
+    """Return the mutants of some source files, or of all files that have a table.
+
+    Args:
+        files: Paths relative to the repository.
+    """
     tables = sorted(TABLES.rglob("*.json"))
     if files:
         tables = [TABLES / Path(file).with_suffix(".json") for file in files]
@@ -51,8 +56,12 @@ def read_mutants(files=()):
     return mutants
 
 
-def broken(text, mutant):
-    """The text of its file with the mutant in it."""
+def apply_mutant(text, mutant):
+    """Return the text of a source file with the changes of a mutant.
+
+    Raises:
+        SystemExit: If the file does not contain a text that the mutant replaces.
+    """
     for old, new in mutant.changes:
         if old not in text:
             raise SystemExit(
@@ -63,12 +72,17 @@ def broken(text, mutant):
 
 
 def copy_checkout(folder):
-    """Copy the tracked and the new files of the checkout to `folder`/checkout."""
+    """Copy the tracked and untracked files of the checkout to `folder`/checkout.
+
+    Returns:
+        Path of the copy.
+    """
     names = subprocess.check_output(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"), cwd=ROOT, text=True
     )
     for name in names.split("\0"):
-        source, target = ROOT / name, folder / "checkout" / name
+        source = ROOT / name
+        target = folder / "checkout" / name
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target, follow_symlinks=False)
@@ -84,10 +98,20 @@ def write(path, text):
 
 
 def run_tests(checkout, tests):
-    """Names of the tests that failed, and pytest's last line.
+    """Run tests until the first failure.
 
-    The tests run in a fork of this process, which has imported torch and transformers but nothing
-    of the package.
+    The tests run in a fork of this process, which has imported torch and transformers, but no
+    module of the package.
+
+    Args:
+        checkout: Copy of the repository.
+        tests: Node IDs relative to tests/.
+
+    Returns:
+        Node IDs of the failed tests, and the last line that pytest printed.
+
+    Raises:
+        SystemExit: If pytest could not run the tests.
     """
     log = checkout.parent / "log"
     child = os.fork()
@@ -102,16 +126,19 @@ def run_tests(checkout, tests):
         code = pytest.main([*PYTEST, *(f"tests/{test}" for test in dict.fromkeys(tests))])
         sys.stdout.flush()
         os._exit(code)
+
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     output = log.read_text()
     if status not in (0, 1, 2):
         raise SystemExit(f"pytest could not run: {output[-2000:]}")
+
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", output, flags=re.MULTILINE)
     lines = [line for line in output.splitlines() if line.strip()]
     return failed, lines[-1].strip("= ")
 
 
 def main():
+    """Run the mutants, print a Markdown page of the results and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,28 +146,33 @@ def main():
     parser.add_argument("--output", type=Path, help="markdown file to write")
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     arguments = parser.parse_args()
+
     torch.set_num_threads(1)
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
     mutants = [m for m in read_mutants(arguments.files) if arguments.only in m.name]
-    rows, survivors = [], []
+    rows = []
+    survivors = []
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy_checkout(Path(folder))
         failed, control = run_tests(checkout, [test for m in mutants for test in m.tests])
         if failed:
             raise SystemExit(f"The tests fail without a mutant: {', '.join(failed)}")
+
         for mutant in tqdm(mutants, unit="mutant"):
             path = checkout / mutant.file
             original = path.read_text(encoding="utf-8")
-            write(path, broken(original, mutant))
+            write(path, apply_mutant(original, mutant))
             failed, _ = run_tests(checkout, mutant.tests)
             write(path, original)
             killers = ", ".join(f"`{test}`" for test in failed) or "**survived**"
             rows.append([mutant.file, mutant.name, killers])
             if not failed:
                 survivors.append(mutant.name)
-    # The package is imported last: the forks above must import their own, broken copy.
+
+    # The package is imported last, because the forks above must import the modified copy.
     from neobert.common.environment import environment
     from neobert.common.tables import markdown_table
 

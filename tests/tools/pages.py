@@ -1,20 +1,22 @@
-"""Runs the commands of the pages, and compares or writes what they print below them.
+"""Run the examples of the documentation pages, and compare or update their outputs.
 
-    python tests/tools/pages.py                             # says which outputs are not today's
-    python tests/tools/pages.py --write docs/serving.md     # writes today's into this page
+    python tests/tools/pages.py                             # list the outdated outputs
+    python tests/tools/pages.py --write docs/serving.md     # update the outputs of this page
 
-The pages are README.md, docs/ and the cards in examples/. The blocks of a page run in their order,
-in one folder with links to the files of the repository. What is run:
+The pages are README.md, docs/ and the model cards in examples/. The code blocks of a page run in
+their order, in one temporary folder with links to the files of the repository. These blocks run:
 
-- a ```bash block with a block without a language below it, its output;
-- a ```python block whose last lines are comments, its output;
-- a ```bash block without an output that is marked `<!-- run -->`, because a later one needs it.
+- a ```bash block that is followed by a block without a language, which shows its output;
+- a ```python block that ends with comment lines, which show its output;
+- a ```bash block without an output that is marked with `<!-- run -->`, because a later block needs
+  its files.
 
-A mark is a comment on the line before a block. `<!-- not run: REASON -->` leaves the block out. A
-line `...` in an output stands for any lines. `chandar-lab/NeoBERT` is the bundled model here.
+A mark is an HTML comment on the line before a block. `<!-- not run: REASON -->` skips the block. A
+line `...` in an output stands for any number of lines. `chandar-lab/NeoBERT` is replaced by the
+bundled model.
 
-Texts and whole numbers must be the same, other numbers within `TOLERANCE`; times and rates are not
-compared. The pages of results/ that depend on the bundled encoder name its digest.
+Words and integers must be equal, and other numbers must agree within `TOLERANCE`. Times and rates
+are not compared. The pages of results/ that depend on the bundled encoder must name its digest.
 """
 
 import argparse
@@ -35,10 +37,14 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
-TOLERANCE = 0.01  # of a number with a decimal point; or one unit of its last place
-SECONDS = 400  # that a block may take
-PUBLISHED, WIDTH = "chandar-lab/NeoBERT", "768"
-# The pages of results/ whose figures are of the bundled encoder.
+# Relative tolerance of numbers with a decimal point. One unit of the last digit is also allowed.
+TOLERANCE = 0.01
+# Maximum time of a block in seconds.
+TIMEOUT = 400
+# The published model and its hidden size.
+PUBLISHED = "chandar-lab/NeoBERT"
+HIDDEN_SIZE = "768"
+# Pages of results/ with figures of the bundled encoder.
 ENCODERS = [
     *("block_transfer", "distillation", "engines", "int8_cpu_bundled", "long_documents"),
     *("open_text", "sentiment_encoder/sentiment", "small_vectors"),
@@ -54,13 +60,14 @@ _DIGEST = re.compile(r"[Ee]ncoder `([0-9a-f]{12})`(, an earlier encoder)?")
 
 @dataclass
 class Example:
-    """A block that is run, and its output on the page.
+    """A block that runs, and its output on the page.
 
     Attributes:
         language: "bash" or "python".
-        source: what is run.
-        start, end: of the output in the page's text; alike where it shows none.
-        shown: the output, without the marks of comments.
+        source: Code to run.
+        start: Start of the output in the text of the page.
+        end: End of the output. If the page shows no output, `end` equals `start`.
+        shown: Output on the page, without comment characters.
     """
 
     language: str
@@ -71,12 +78,13 @@ class Example:
 
 
 def examples(text):
-    """The `Example`s of a page."""
+    """Yield the `Example`s in the text of a page."""
     blocks = list(_BLOCK.finditer(text))
     for block, after in zip(blocks, [*blocks[1:], None]):
         mark, language, source = block.groups()
         if (mark or "").startswith(_LEFT_OUT):
             continue
+
         if language == "python":
             code, comments = re.fullmatch(r"(.*?)((?:^# .*\n)*)", source, re.S | re.M).groups()
             if comments:
@@ -92,42 +100,56 @@ def examples(text):
 
 
 def run(example, folder):
-    """What an example prints.
+    """Run an example and return its output.
+
+    Args:
+        example: Example to run.
+        folder: Working directory, prepared by `make_workspace`.
 
     Raises:
-        RuntimeError: it fails.
+        RuntimeError: If the exit status is not 0.
+        subprocess.TimeoutExpired: If the example takes longer than `TIMEOUT`.
     """
-    source, published = example.source, PUBLISHED in example.source
-    if published:
+    source = example.source
+    uses_published = PUBLISHED in example.source
+    if uses_published:
         bundled = folder / "runs" / "bundled"
         if not bundled.exists():
             convert = ["convert_checkpoint.py", "examples/checkpoint", str(bundled)]
             subprocess.run([sys.executable, *convert], cwd=folder, check=True, capture_output=True)
         source = source.replace(PUBLISHED, str(bundled))
+
     if example.language == "bash":
         command = ["bash", "-e", "-c", _INSTALL.sub("", source)]
     else:
         command = [sys.executable, "-c", source]
+
     paths = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    settings = {"cwd": folder, "env": environment, "timeout": SECONDS, "text": True}
-    done = subprocess.run(command, capture_output=True, **settings)
-    if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}: {done.stderr[-500:]}")
-    printed = done.stdout.replace(f"{folder}/", "")
-    if published:
-        width = json.loads((bundled / "config.json").read_text())["hidden_size"]
-        printed = printed.replace(str(width), WIDTH)
+    settings = {"cwd": folder, "env": environment, "timeout": TIMEOUT, "text": True}
+    process = subprocess.run(command, capture_output=True, **settings)
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}: {process.stderr[-500:]}")
+
+    printed = process.stdout.replace(f"{folder}/", "")
+    if uses_published:
+        hidden_size = json.loads((bundled / "config.json").read_text())["hidden_size"]
+        printed = printed.replace(str(hidden_size), HIDDEN_SIZE)
     return printed.rstrip() + "\n"
 
 
-def place():
-    """A folder to run the examples of a page in, as a context."""
+def make_workspace():
+    """Create a folder for the examples of a page, with links to the files of the repository.
+
+    Returns:
+        The `TemporaryDirectory`, and its path with symbolic links resolved.
+    """
     holder = tempfile.TemporaryDirectory(prefix="neobert-page-")
     folder = Path(holder.name).resolve()
     for path in ROOT.iterdir():
         if path.name not in ("runs", ".git"):
             (folder / path.name).symlink_to(path)
+
     (folder / "runs").mkdir()
     (folder / "bin").mkdir()
     for name, words in (("python", ""), ("neobert", " -m neobert")):
@@ -136,40 +158,55 @@ def place():
     return holder, folder
 
 
-def _close(one, other):
-    if one == other or not {".", "e"} & {*one, *other}:
-        return one == other
-    places = max(len(number.partition(".")[2]) for number in (one, other))
-    one, other = (float(number.replace(",", "")) for number in (one, other))
-    allowed = max(TOLERANCE * max(abs(one), abs(other)), 1.01 * 10.0**-places if places else 0)
-    return abs(one - other) <= max(allowed, 1e-4)
+def _close(first, second):
+    """Return whether two numbers, given as text, agree within the tolerance."""
+    if first == second or not {".", "e"} & {*first, *second}:
+        return first == second
+    decimals = max(len(number.partition(".")[2]) for number in (first, second))
+    first, second = (float(number.replace(",", "")) for number in (first, second))
+    allowed = max(
+        TOLERANCE * max(abs(first), abs(second)), 1.01 * 10.0**-decimals if decimals else 0
+    )
+    return abs(first - second) <= max(allowed, 1e-4)
 
 
 def same(shown, printed):
-    """Whether two outputs say the same."""
-    pairs = [_TIME.sub("TIME", text).split() for text in (shown, printed)]
-    pairs = [" ".join(words) for words in pairs]
-    if _NUMBER.sub("0", pairs[0]) != _NUMBER.sub("0", pairs[1]):
+    """Return whether two outputs agree except for white space, times and small differences."""
+    texts = [_TIME.sub("TIME", text).split() for text in (shown, printed)]
+    texts = [" ".join(words) for words in texts]
+    if _NUMBER.sub("0", texts[0]) != _NUMBER.sub("0", texts[1]):
         return False
-    return all(map(_close, *map(_NUMBER.findall, pairs)))
+    return all(map(_close, *map(_NUMBER.findall, texts)))
 
 
 def shortened(printed, shown):
-    """The lines of an output that the page shows: all, or with `...` those most like its own."""
+    """Return the lines of an output that belong on the page.
+
+    Without a line `...` on the page, these are all lines. Otherwise, they are the lines that are
+    most similar to the lines that the page shows.
+
+    Args:
+        printed: Complete output.
+        shown: Output on the page.
+    """
     if "...\n" not in shown:
         return printed
     lines = printed.splitlines()
-    kept = []
+    shown_lines = []
     for line in shown.splitlines():
-        close = [line] if line == "..." else difflib.get_close_matches(line, lines, 1, 0)
-        kept += close
-    return "\n".join(kept) + "\n"
+        matches = [line] if line == "..." else difflib.get_close_matches(line, lines, 1, 0)
+        shown_lines += matches
+    return "\n".join(shown_lines) + "\n"
 
 
 def outputs(page):
-    """(`Example`, what it prints as the page shows it, None) of each of a page's examples, or
-    (`Example`, None, why it failed)."""
-    holder, folder = place()
+    """Run the examples of a page and yield their outputs.
+
+    Yields:
+        (example, output as the page shows it, None), or (example, None, error message). Examples
+        that succeed and show no output are omitted.
+    """
+    holder, folder = make_workspace()
     with holder:
         for example in examples(page.read_text(encoding="utf-8")):
             try:
@@ -182,7 +219,7 @@ def outputs(page):
 
 
 def stale(page):
-    """What is not today's in a page, a text each."""
+    """Yield a message for each example of a page that fails or has an outdated output."""
     for example, printed, error in outputs(page):
         first = example.source.strip().splitlines()[0]
         if error:
@@ -193,7 +230,13 @@ def stale(page):
 
 
 def written(page):
-    """The page's text with today's outputs; those that say the same stay as they are."""
+    """Return the text of a page with current outputs.
+
+    Outputs that agree within the tolerance are not changed.
+
+    Raises:
+        SystemExit: If an example fails.
+    """
     text = page.read_text(encoding="utf-8")
     for example, printed, error in reversed(list(outputs(page))):
         if error:
@@ -206,29 +249,34 @@ def written(page):
 
 
 def stale_results():
-    """The pages of results/ that do not name the digest of today's encoder, nor say that theirs is
-    an earlier one."""
+    """Return a message for each page of results/ that names another encoder than the bundled one.
+
+    Pages that describe their encoder as an earlier encoder are accepted.
+    """
     from neobert.common.identity import model_digest
 
-    today = model_digest(str(ROOT / "examples" / "sentence-encoder"))
-    found = []
+    current = model_digest(str(ROOT / "examples" / "sentence-encoder"))
+    messages = []
     for name in ENCODERS:
         text = (ROOT / "results" / f"{name}.md").read_text(encoding="utf-8")
         digest, earlier = next(iter(_DIGEST.findall(text)), ("none", ""))
-        if digest != today and not earlier:
-            found.append(f"results/{name}.md: encoder {digest}, today's is {today}")
-    return found
+        if digest != current and not earlier:
+            messages.append(f"results/{name}.md: encoder {digest}, today's is {current}")
+    return messages
 
 
 def main():
+    """Compare or update the outputs of the pages, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*", type=Path, default=PAGES)
     parser.add_argument("--write", action="store_true", help="today's outputs into the pages")
     arguments = parser.parse_args()
+
     if arguments.write:
         for page in arguments.pages:
             page.write_text(written(page), encoding="utf-8")
         return 0
+
     count = 0
     for page in arguments.pages:
         for text in stale(page.resolve()):

@@ -1,8 +1,9 @@
-"""Copy the model files of the repository root to where they are needed: `make sync`.
+"""Copy the model files of the repository root to their other locations (`make sync`).
 
-The root holds the source. Its copies in neobert/ (the package) and examples/sentence-encoder/ (the
-bundled encoder) are identical, because the Hub serves a symbolic link as its text. SECURITY.md
-lists the digests of the files, which every saved model folder contains.
+The root contains the source. The copies in neobert/ (the package) and examples/sentence-encoder/
+(the bundled encoder) are not symbolic links, because the Hub serves a symbolic link as a text file
+with its target. SECURITY.md lists the digests of the model files, because every saved model folder
+contains them.
 """
 
 import hashlib
@@ -17,7 +18,11 @@ COPIES = (ROOT / "neobert", ROOT / "examples" / "sentence-encoder")
 
 
 def with_table(page: str) -> str:
-    """Return the text of SECURITY.md with the current line counts and digests of the files."""
+    """Return the text of SECURITY.md with the current line counts and digests of the model files.
+
+    Args:
+        page: Text of SECURITY.md.
+    """
     rows = ["| file | lines | sha256 |", "|---|---|---|"]
     for name in MODEL_FILES:
         data = (ROOT / name).read_bytes()
@@ -29,7 +34,7 @@ def with_table(page: str) -> str:
 
 
 def sync() -> None:
-    """Write all copies and the table."""
+    """Write all copies of the model files and the table of SECURITY.md."""
     for folder in COPIES:
         for name in MODEL_FILES:
             shutil.copyfile(ROOT / name, folder / name)

@@ -1,13 +1,14 @@
-"""Runs transformers' own common model tests against this model: `python
-tests/tools/upstream_tests.py [pytest arguments]`.
+"""Run the common model tests of transformers on the NeoBERT classes.
 
-The tests of the very version that is installed come out of its source archive on PyPI, fetched into
-a cache folder the first time (--cache DIR, by default .cache/upstream-tests) and unpacked into a
-temporary one; nothing of it is kept here. Modules that the archive leaves out are replaced by empty
-stand-ins. The exit status is pytest's.
+    python tests/tools/upstream_tests.py [--cache DIR] [PYTEST ARGUMENTS]
 
-These tests are strong on loading, the meta device, tying, resizing and saving, and blind to
-arithmetic: see tests/ for that.
+The tests are those of the installed version of transformers. They are extracted from its source
+archive on PyPI, which is downloaded once to a cache folder (--cache, by default
+.cache/upstream-tests). Modules that the archive lacks are replaced by empty stubs. The exit status
+is that of pytest.
+
+These tests cover loading, the meta device, weight tying, resizing and saving. They do not compare
+outputs with a reference, which the other tests of this repository do.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Modules that the tests import and the source archive lacks.
-STAND_INS = {
+# Stubs of modules that the tests import and the source archive lacks.
+STUBS = {
     "__init__.py": "",
     "generation/__init__.py": "",
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
@@ -35,14 +36,14 @@ STAND_INS = {
     "utils/test_configuration_utils.py": "config_common_kwargs = {}\n",
 }
 
-# Small packages that the tests import and the project does not need: put beside the archive if the
+# Small packages that only these tests import. They are installed into the cache folder if the
 # environment lacks them.
 PACKAGES = ("parameterized",)
 
-# Tests that cannot apply to a class, with the reason. Everything else that skips does so by
-# transformers' own rules. The pipeline mixin is left out because its tests need checkpoints from
-# the Hub; those of training and of parallel tensors and experts because they generate text or need
-# several processes.
+# Tests that do not apply to a class, with the reason. All other skipped tests are skipped by
+# transformers itself. Some mixins of transformers are not used: the pipeline mixin, because its
+# tests need checkpoints from the Hub, and the mixins for training and for tensor and expert
+# parallelism, because their tests generate text or need several processes.
 _NO_ROPE = "learned positions have no RoPE to scale and end at max_position_embeddings"
 _OF_ROPE = "from_config_0_linear", "from_config_1_dynamic", "from_config_2_yarn", "frequencies"
 INAPPLICABLE = {
@@ -146,8 +147,10 @@ PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def fetch_archive(cache):
-    """Path of transformers' source archive for the installed version, downloaded with pip where the
-    cache lacks it."""
+    """Return the path of the source archive of the installed version of transformers.
+
+    The archive is downloaded with pip if the cache lacks it.
+    """
     version = transformers.__version__
     archive = cache / f"transformers-{version}.tar.gz"
     if not archive.exists():
@@ -155,13 +158,13 @@ def fetch_archive(cache):
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             source = ["--no-deps", "--no-binary", "transformers", f"transformers=={version}"]
             subprocess.run([*PIP, "download", *source, "--dest", folder], check=True)
-            (found,) = Path(folder).glob("transformers-*.tar.gz")
-            found.replace(archive)
+            (download,) = Path(folder).glob("transformers-*.tar.gz")
+            download.replace(archive)
     return archive
 
 
 def fetch_packages(cache):
-    """Folder with those of `PACKAGES` that cannot be imported."""
+    """Install the `PACKAGES` that cannot be imported into a folder, and return this folder."""
     folder = cache / "packages"
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None and not (folder / name).exists():
@@ -171,33 +174,38 @@ def fetch_packages(cache):
 
 
 def unpack_tests(archive, folder):
-    """Puts the archive's tests/ folder, the stand-ins and our test file into `folder`."""
+    """Write the tests/ folder of the archive, the stubs and `MODEL_TEST` into `folder`."""
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
-            _, *place = member.name.split("/", 2)
-            if place[:1] == ["tests"] and member.isfile() and "/models/" not in member.name:
-                member.name = "/".join(place)
+            _, *parts = member.name.split("/", 2)
+            if parts[:1] == ["tests"] and member.isfile() and "/models/" not in member.name:
+                member.name = "/".join(parts)
                 tar.extract(member, folder, filter="data")
-    for name, text in STAND_INS.items():
+
+    for name, text in STUBS.items():
         path = folder / "tests" / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+
     (folder / "tests" / "test_modeling_neobert.py").write_text(
         f"INAPPLICABLE = {INAPPLICABLE!r}\n{MODEL_TEST}"
     )
 
 
 def main():
+    """Run the tests and return the exit status of pytest."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "upstream-tests")
     arguments, pytest_arguments = parser.parse_known_args()
+
     archive = fetch_archive(arguments.cache)
     packages = fetch_packages(arguments.cache)
     paths = [str(packages.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder).resolve()
         unpack_tests(archive, folder)

@@ -1,5 +1,8 @@
-"""Tests of neobert/training/checkpoints.py with plain Trainers: resumed runs end with equal bits,
-damaged checkpoints, SIGTERM, which checkpoints are kept, two processes, runs that diverge."""
+"""Tests of neobert/training/checkpoints.py with a Trainer of a tiny model.
+
+Resumed runs must end with weights that are identical bit for bit. Covers damaged checkpoints,
+SIGTERM, the removal of old checkpoints, runs that diverge, and two processes.
+"""
 
 import math
 import os
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nothing interrupts, with the weights that it ends with."""
+    """Return the directory and the final weights of a run without interruptions."""
     folder = tmp_path_factory.mktemp("whole")
     plain_trainer = trainer(folder)
     checkpoints.train(plain_trainer)
@@ -31,7 +34,11 @@ def whole(tmp_path_factory):
 
 
 def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
-    """Killed in a step, and while a checkpoint is written; the seconds go on counting."""
+    """Check that a run that was killed twice resumes and ends with identical weights.
+
+    The run is killed in steps 5 and 9, and while checkpoint 10 is written. The training time in the
+    log includes the time before the interruptions.
+    """
 
     class Killed(BaseException):
         pass
@@ -42,11 +49,15 @@ def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
     for step in (5, 9):
         with pytest.raises(Killed):
             checkpoints.train(trainer(tmp_path, At(step, kill)))
-    half = tmp_path / "checkpoint-10"
-    shutil.copytree(whole[0] / "checkpoint-10", half)
-    (half / "trainer_state.json").unlink()
+
+    # A process that is killed while it writes a checkpoint leaves no trainer_state.json.
+    incomplete = tmp_path / "checkpoint-10"
+    shutil.copytree(whole[0] / "checkpoint-10", incomplete)
+    (incomplete / "trainer_state.json").unlink()
+
     plain_trainer = trainer(tmp_path)
     checkpoints.train(plain_trainer)
+
     assert same(weights(plain_trainer), whole[1])
     seconds = [entry["cpu_seconds"] for entry in plain_trainer.state.log_history if "loss" in entry]
     assert len(seconds) == 12
@@ -55,14 +66,18 @@ def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
 
 
 def test_the_newest_the_best_and_every_fourth_stay(tmp_path):
+    """Check which checkpoints are kept by `save_total_limit`, `keep_every` and `best`."""
     plain_trainer = trainer(tmp_path, save_total_limit=2)
     checkpoints.train(plain_trainer, keep_every=4)
     assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12]
     assert plain_trainer.args.save_total_limit == 2, "Trainer's option must be restored"
+
     (tmp_path / "checkpoint-best").mkdir()
     checkpoints.remove_old(tmp_path, 1, best=8)
     assert list(checkpoints.checkpoints(tmp_path)) == [8, 12]
-    assert (tmp_path / "checkpoint-best").exists(), "a name that is not the run's"
+    assert (tmp_path / "checkpoint-best").exists(), (
+        "the name is not that of a checkpoint of the run"
+    )
 
 
 HALF = ("model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth")
@@ -71,6 +86,10 @@ DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[
 
 @pytest.mark.parametrize("name, how", DAMAGE)
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog, name, how):
+    """Check that a run resumes before a checkpoint with a truncated or missing file.
+
+    The damaged checkpoint is removed, and the run ends with the same weights.
+    """
     folder = tmp_path / "out"
     shutil.copytree(whole[0], folder)
     for later in (10, 12):
@@ -78,17 +97,22 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog
     file = folder / "checkpoint-8" / name
     content = file.read_bytes()
     file.unlink() if how == "gone" else file.write_bytes(content[: len(content) // 2])
+
     assert checkpoints.newest_checkpoint(folder) == (6, folder / "checkpoint-6")
     (message,) = caplog.messages
     assert "checkpoint-8 (" in message and message.endswith("Resuming from checkpoint-6.")
     assert checkpoints._step_to_resume(folder) == 6
-    assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], "a damaged one must be removed"
+    assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], (
+        "the damaged checkpoint must be removed"
+    )
+
     plain_trainer = trainer(folder)
     checkpoints.train(plain_trainer)
     assert same(weights(plain_trainer), whole[1])
 
 
 def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
+    """Check that a run with a damaged checkpoint only starts from the beginning, with a warning."""
     assert checkpoints.newest_checkpoint(tmp_path / "absent") is None
     (tmp_path / "checkpoint-2").mkdir()
     assert checkpoints.newest_checkpoint(tmp_path) is None
@@ -97,21 +121,31 @@ def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
 
 @pytest.mark.parametrize("more", [{}, {"enable_jit_checkpoint": True}], ids=str)
 def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more):
+    """Check that SIGTERM writes a checkpoint and ends the run, which can then be resumed.
+
+    Trainer has its own handler with `enable_jit_checkpoint`, which would end the run as if it had
+    finished.
+    """
     before = signal.getsignal(signal.SIGTERM)
-    words = "^stopped by SIGTERM after step 5 of 12. Run the same command again to resume from"
-    with pytest.raises(Stopped, match=words):
+    message = "^stopped by SIGTERM after step 5 of 12. Run the same command again to resume from"
+    with pytest.raises(Stopped, match=message):
         checkpoints.train(trainer(tmp_path, At(5, sigterm), **more))
     assert signal.getsignal(signal.SIGTERM) == before
     assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5]
+
     plain_trainer = trainer(tmp_path, **more)
     checkpoints.train(plain_trainer)
     assert plain_trainer.state.global_step == 12 and same(weights(plain_trainer), whole[1])
 
 
 def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
+    """Check that a run that was stopped after its last step is resumed without another step.
+
+    Trainer itself would train one more step.
+    """
     with pytest.raises(Stopped, match="step 12 of 12"):
         checkpoints.train(trainer(tmp_path, At(12, sigterm)))
-    plain_trainer = trainer(tmp_path, At(13, lambda: pytest.fail("a step after the last")))
+    plain_trainer = trainer(tmp_path, At(13, lambda: pytest.fail("the run took another step")))
     checkpoints.train(plain_trainer)
     assert same(weights(plain_trainer), whole[1]) and not plain_trainer.is_in_train
     assert plain_trainer.evaluate()["eval_loss"] > 0
@@ -121,6 +155,7 @@ BEST = {"eval_strategy": "steps", "metric_for_best_model": "score", "load_best_m
 
 
 def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):
+    """Check that the best weights are loaded although the path in the saved state is outdated."""
     first = trainer(tmp_path / "one", eval_steps=2, **BEST)
     checkpoints.train(first)
     shutil.move(tmp_path / "one", tmp_path / "two")
@@ -133,21 +168,31 @@ def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):
 
 @pytest.mark.parametrize("eval_steps", [3, 1])
 def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps):
-    """An evaluation decides there whether a step is saved; the run ends as one that was not
-    stopped."""
+    """Check that a run with `save_strategy="best"` can be stopped and resumed.
+
+    With this strategy, an evaluation decides whether a step is saved, so there may be no checkpoint
+    of the last step. The resumed run has the same result as a run without interruptions.
+    """
     options = {"save_strategy": "best", "eval_steps": eval_steps, "save_total_limit": 1, **BEST}
-    whole = trainer(tmp_path / "whole", **options)
-    checkpoints.train(whole)
+    uninterrupted = trainer(tmp_path / "whole", **options)
+    checkpoints.train(uninterrupted)
+
     with pytest.raises(Stopped, match="after step 6 of 12"):
         checkpoints.train(trainer(tmp_path / "out", At(6, sigterm), **options))
     plain_trainer = trainer(tmp_path / "out", **options)
     checkpoints.train(plain_trainer)
-    assert plain_trainer.state.best_global_step == whole.state.best_global_step
-    assert same(weights(plain_trainer), weights(whole))
+
+    assert plain_trainer.state.best_global_step == uninterrupted.state.best_global_step
+    assert same(weights(plain_trainer), weights(uninterrupted))
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
 def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
+    """Check that a loss or a weight that is NaN ends the run before the next checkpoint.
+
+    A weight that is set to NaN after step 5 affects the loss of step 6. After step 6, a checkpoint
+    is due, and the weights are checked before they are saved.
+    """
     plain_trainer = trainer(tmp_path, logging_nan_inf_filter=False)
 
     def spoil():
@@ -160,7 +205,7 @@ def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
 
 
 # ------------------------------------------------------------------------------------------------
-# two processes
+# Two processes
 
 _TWO = r"""
 import os, sys, time
@@ -208,28 +253,35 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_two_processes_agree_on_the_step_and_on_who_has_the_folder(tmp_path):
-    """SIGTERM reaches the second process alone, which is also the last to write its part."""
+    """Check that both processes stop after the same step if only the second one receives SIGTERM.
+
+    The second process is also the last one to write its part of the checkpoint. A directory that
+    another process has locked is rejected in both processes, with one message.
+    """
     (tmp_path / "two.py").write_text(_TWO)
     out = tmp_path / "out"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
     with locked(tmp_path / "out-locked"):
-        done = subprocess.run(
+        process = subprocess.run(
             [*launch, str(tmp_path / "two.py"), str(out), str(ROOT), str(ROOT / "tests")],
             env=environment,
             capture_output=True,
             text=True,
             timeout=240,
         )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    assert process.returncode == 0, process.stderr[-3000:]
     for rank in range(2):
         assert (tmp_path / f"out-{rank}").read_text().splitlines() == [
             "code 143, step 5",
             "code 0, step 12",
             "code 2, step 0",
         ]
-    assert done.stderr.count("stopped by SIGTERM after step 5 of 12") == 1
-    assert done.stderr.count("is in use by another run") == 1
+    assert process.stderr.count("stopped by SIGTERM after step 5 of 12") == 1
+    assert process.stderr.count("is in use by another run") == 1
+
     assert list(checkpoints.checkpoints(out)) == [12]
     names = {path.name for path in (out / "checkpoint-12").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= names

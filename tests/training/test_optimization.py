@@ -8,6 +8,7 @@ from neobert.training.optimization import decay_parameter_names, default_learnin
 
 
 def test_matrices_decay_including_the_embeddings():
+    """Check that weight decay applies to all parameters but the vectors: norms and biases."""
     model = NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS))
     names = decay_parameter_names(model)
     assert "model.encoder.weight" in names and "model.transformer_encoder.0.wo.weight" in names

@@ -1,4 +1,4 @@
-"""Tests of what the commands check about Trainer's options before they begin."""
+"""Tests of the checks of Trainer's options, which run before a command loads data or models."""
 
 import os
 
@@ -11,6 +11,7 @@ from neobert.training.options import number_options, training_arguments
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
+    """Check that an experiment tracker that is not installed raises an error."""
     output = tmp_path / "out"
     with pytest.raises(UserError, match="names swanlab, which is not installed. Run `pip install"):
         training_arguments(output, {"report_to": ["none", "swanlab"]}, {})
@@ -19,6 +20,8 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
 
 
 def test_a_hub_that_cannot_be_reached_is_refused(tmp_path, monkeypatch):
+    """Check that `push_to_hub` without a connection to the Hub raises an error before the run."""
+
     def whoami(self):
         raise ConnectionError("[Errno -2] Name or service not known")
 
@@ -33,16 +36,18 @@ def test_a_hub_that_cannot_be_reached_is_refused(tmp_path, monkeypatch):
 
 
 def test_training_arguments(tmp_path, monkeypatch):
+    """Check that options, fixed options and the default of `use_cpu` are combined."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     options = {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}
-    made = training_arguments(tmp_path, options, {"seed": 5, "use_cpu": True})
-    assert (made.max_steps, made.seed, made.use_cpu, made.output_dir) == (3, 5, True, str(tmp_path))
-    # Trainer would write it into every checkpoint.
-    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret"
+    args = training_arguments(tmp_path, options, {"seed": 5, "use_cpu": True})
+    assert (args.max_steps, args.seed, args.use_cpu, args.output_dir) == (3, 5, True, str(tmp_path))
+    # The token must not be an argument, because Trainer writes its arguments to every checkpoint.
+    assert args.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret"
+
     monkeypatch.delenv("HF_TOKEN")
-    made = training_arguments(tmp_path, {"report_to": "none"}, {})
-    assert made.use_cpu is not torch.accelerator.is_available()
-    assert not list(tmp_path.iterdir()), "something was written"
+    args = training_arguments(tmp_path, {"report_to": "none"}, {})
+    assert args.use_cpu is not torch.accelerator.is_available()
+    assert not list(tmp_path.iterdir()), "no file must be written"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +65,23 @@ def test_training_arguments(tmp_path, monkeypatch):
     ],
 )
 def test_options_that_trainer_cannot_take(tmp_path, options, words):
+    """Check that options that are fixed, out of range or rejected by Trainer raise an error."""
     with pytest.raises(UserError, match=words):
         training_arguments(tmp_path, options, {"bf16": False})
 
 
 def test_what_a_continued_run_may_change():
-    free = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none"}
-    free |= {"dataloader_num_workers": 3, "push_to_hub": True}
-    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3}
-    numbers |= {"bf16": True, "max_grad_norm": 1.0, "dataloader_drop_last": True}
-    assert number_options({**free, **numbers}) == numbers
+    """Check that only options that may affect the results identify a run.
+
+    All other options may change when a run is resumed.
+    """
+    changeable = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none"}
+    changeable |= {"dataloader_num_workers": 3, "push_to_hub": True}
+    identifying = {
+        "learning_rate": 1e-4,
+        "seed": 1,
+        "per_device_train_batch_size": 8,
+        "max_steps": 3,
+    }
+    identifying |= {"bf16": True, "max_grad_norm": 1.0, "dataloader_drop_last": True}
+    assert number_options({**changeable, **identifying}) == identifying

@@ -1,5 +1,8 @@
-"""Tests of neobert/training/run.py: a run is trained once, resumed after an interruption, refused
-while another process trains it, and written by the main process alone."""
+"""Tests of neobert/training/run.py.
+
+A run is trained once and resumed after an interruption. A second process is rejected while the
+first one trains the run, and only the main process of a run writes files.
+"""
 
 import json
 import os
@@ -19,14 +22,14 @@ from neobert.training.run import mixed_precision, run_once
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def save(made: PlainTrainer, folder: Path) -> dict:
-    """Write one file, and return one value."""
+def save(plain_trainer: PlainTrainer, folder: Path) -> dict:
+    """Write a file to a directory, and return the number of steps as the result."""
     (folder / "weights.txt").write_text("final")
-    return {"steps": made.state.global_step}
+    return {"steps": plain_trainer.state.global_step}
 
 
 def train(folder: Path, *callbacks: At) -> tuple[dict, PlainTrainer]:
-    """Run 12 steps in `folder`."""
+    """Train 12 steps in a directory, and return the result and the trainer."""
     trainers = []
 
     def build() -> PlainTrainer:
@@ -40,14 +43,20 @@ def train(folder: Path, *callbacks: At) -> tuple[dict, PlainTrainer]:
 
 
 def unexpected(*_: object) -> None:
+    """Fail the test, as a function that must not be called."""
     pytest.fail("the function must not be called")
 
 
 def files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files in a directory by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def test_a_finished_run_is_returned_and_not_repeated(tmp_path):
+    """Check that a second call returns the result of a finished run and writes nothing.
+
+    Other settings raise an error.
+    """
     first, _ = train(tmp_path)
     assert first["steps"] == 12 and first["seconds"] > 0 and first["cpu_seconds"] > 0
     assert first["environment"]["dtype"] == "float32" and first["environment"]["processes"] == 1
@@ -63,13 +72,15 @@ def test_a_finished_run_is_returned_and_not_repeated(tmp_path):
 
 
 def test_progress_is_not_printed_to_stdout(tmp_path, capsys):
+    """Check that text that is printed during training appears on stderr."""
     train(tmp_path, At(3, lambda: print("a log record")))
     captured = capsys.readouterr()
     assert captured.out == "" and "a log record" in captured.err
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    _, whole = train(tmp_path / "whole")
+    """Check that a stopped run resumes after its last step and ends with identical weights."""
+    _, uninterrupted = train(tmp_path / "whole")
 
     with pytest.raises(Stopped):
         train(tmp_path / "out", At(5, sigterm))
@@ -81,10 +92,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
         tmp_path / "out", At(6, lambda: first_steps.append(6)), At(5, unexpected)
     )
     assert result["steps"] == 12 and first_steps == [6]
-    assert same(weights(resumed), weights(whole))
+    assert same(weights(resumed), weights(uninterrupted))
 
 
 def test_checkpoints_are_removed_and_logs_kept(tmp_path):
+    """Check that a finished run has no checkpoints, and its TensorBoard logs are in `runs`."""
     log = tmp_path / "checkpoints/runs/today/events"
 
     def write_log() -> None:
@@ -103,6 +115,8 @@ def test_checkpoints_are_removed_and_logs_kept(tmp_path):
 
 
 def test_a_second_process_is_refused_before_it_builds(tmp_path):
+    """Check that a directory in use is rejected before data and models are loaded."""
+
     def build() -> PlainTrainer:
         with pytest.raises(UserError, match="in use by another run"):
             run_once(Output(tmp_path, "test", {}), unexpected, unexpected)
@@ -112,10 +126,15 @@ def test_a_second_process_is_refused_before_it_builds(tmp_path):
 
 
 def test_a_run_that_another_process_has_just_finished_is_not_repeated(tmp_path):
-    """The other process finishes between the first look at the directory and the claim."""
+    """Check that the state of the run is read again after the directory has been claimed.
+
+    The other process finishes the run between the first check and the claim.
+    """
     train(tmp_path)
 
     class FinishedMeanwhile(Output):
+        """Output whose state is "unfinished" in the first call of `state`."""
+
         looks = 0
 
         def state(self) -> str:
@@ -127,6 +146,7 @@ def test_a_run_that_another_process_has_just_finished_is_not_repeated(tmp_path):
 
 
 def test_on_resume_is_called_with_the_checkpoint_before_training(tmp_path):
+    """Check that `on_resume` is called once, before Trainer loads the checkpoint."""
     with pytest.raises(Stopped):
         train(tmp_path, At(5, sigterm))
     calls = []
@@ -135,9 +155,9 @@ def test_on_resume_is_called_with_the_checkpoint_before_training(tmp_path):
         def on_resume(self, checkpoint: Path) -> None:
             calls.append((checkpoint.name, self.state.global_step))
 
-    made = trainer(tmp_path / "checkpoints")
-    made.__class__ = Resumed
-    run_once(Output(tmp_path, "test", {"seed": 3}), lambda: made, save)
+    plain_trainer = trainer(tmp_path / "checkpoints")
+    plain_trainer.__class__ = Resumed
+    run_once(Output(tmp_path, "test", {"seed": 3}), lambda: plain_trainer, save)
     assert calls == [("checkpoint-5", 0)]
 
 
@@ -157,7 +177,7 @@ def test_mixed_precision_names_the_dtype(tmp_path, bf16, fp16, name):
 
 
 # ------------------------------------------------------------------------------------------------
-# two processes
+# Two processes
 
 _TWO = r"""
 import os, sys
@@ -208,18 +228,24 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_all_processes_save_and_the_main_process_writes(tmp_path):
+    """Check that all processes call `save`, and the result is that of the main process.
+
+    An error in the main process ends the other processes with exit code 2.
+    """
     script = tmp_path / "two.py"
     script.write_text(_TWO)
     out = tmp_path / "out"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
+
+    process = subprocess.run(
         [*launch, str(script), str(out), str(ROOT), str(ROOT / "tests")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    assert process.returncode == 0, process.stderr[-3000:]
     names = {path.name for path in out.iterdir()}
     assert names - {".lock"} == {"model.txt", "result.json"}
     assert Path(f"{out}-0").read_text() == "refused in 0"

@@ -1,4 +1,7 @@
-"""Tests of neobert/training/run_report.py: two lines per run, and a run that is unchanged."""
+"""Tests of neobert/training/run_report.py.
+
+The report logs the size of a run and an estimate of its duration, and must not change the run.
+"""
 
 import logging
 
@@ -35,6 +38,7 @@ class Line(torch.nn.Module):
 
 
 def train(tmp_path, report=None, **options):
+    """Train a linear layer, with the report as a callback, and return its weight."""
     set_seed(0)
     arguments = TrainingArguments(
         str(tmp_path),
@@ -45,6 +49,7 @@ def train(tmp_path, report=None, **options):
         use_cpu=True,
         **options,
     )
+
     trainer = Trainer(Line(), arguments, train_dataset=Points())
     if report is not None:
         trainer.add_callback(report)
@@ -53,16 +58,17 @@ def train(tmp_path, report=None, **options):
 
 
 def test_the_size_of_the_run_and_its_time_are_logged(tmp_path, caplog):
+    """Check the two lines about a run with gradient accumulation and warmup."""
     caplog.set_level(logging.INFO, "neobert")
 
-    # 70 rows in batches of 8 are 9 batches, and 5 steps of two batches each.
+    # 70 rows in batches of 8 are 9 batches per epoch. With two batches per step, these are 5 steps.
     train(tmp_path, RunReport(), num_train_epochs=3, gradient_accumulation_steps=2, warmup_steps=2)
 
     messages = [record.getMessage() for record in caplog.records if record.name == "neobert"]
     assert messages[0] == (
         "Training: 15 steps, 3 epochs, 70 sequences, learning rate 0.5, warmup 2 steps"
     )
-    # The first step is not timed; steps 2 to 11 are, and 4 remain.
+    # Steps 2 to 11 are timed. The first step is not, and 4 steps remain.
     assert messages[1].startswith("Estimated time for the remaining 4 steps: ")
     assert len(messages) == 2
 
@@ -78,6 +84,7 @@ def test_a_number_of_sequences_replaces_the_length_of_the_dataset(tmp_path, capl
     caplog.set_level(logging.INFO, "neobert")
     train(tmp_path, RunReport(sequences=1234567), max_steps=3)
     assert "3 steps, 0.333 epochs, 1,234,567 sequences" in caplog.text
+    # The run is too short for an estimate.
     assert "Estimated" not in caplog.text
 
 
@@ -91,6 +98,7 @@ def test_the_estimate_is_the_mean_of_the_timed_steps(tmp_path, caplog, monkeypat
 
 
 def test_the_report_does_not_change_the_run(tmp_path):
+    """A run with the report ends with the same weight. The default number of epochs is 3."""
     assert torch.equal(train(tmp_path, num_train_epochs=3), train(tmp_path, RunReport()))
 
 
@@ -103,6 +111,7 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize(("rank", "level"), [("0", logging.INFO), ("1", logging.ERROR)])
 def test_only_the_main_process_logs_progress(rank, level, monkeypatch):
+    """Check the log level of the main process, and of the other processes of a run."""
     logger = logging.getLogger("neobert")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     monkeypatch.setenv("RANK", rank)
