@@ -13,7 +13,7 @@ The script writes, for every type of text:
 - <type>_alone.jsonl with rows {"text", "package", "license"}: texts without such a partner.
 
 and sources.json. A text has 3 to 120 words and occurs once. A longer text is split into passages,
-and the title belongs to the first of them.
+and the title belongs to the first of them. With `--long`, the passages have 80 to 330 words.
 
 The output contains no package that `benchmarks.open_text` evaluates on, no near duplicates of its
 texts, and no definitions of WordNet that the local tasks ask about.
@@ -36,7 +36,6 @@ from .make_texts import NearDuplicates
 from .open_text import archive, contents, corpus, matches, plain
 
 
-MAX_WORDS = 120
 # Maximum number of texts per source, by type of text. Manuals are similar to each other.
 MAX_TEXTS = {"manual": 3_000}
 DEFAULT_MAX_TEXTS = 10_000
@@ -72,6 +71,29 @@ Pair = Sequence[str]
 Reader = Callable[[str], Iterable[Pair]]
 # Function of a text and a minimum number of words that returns whether to keep the text.
 Filter = Callable[[str, int], bool]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of passages.
+
+    Attributes:
+        min_words: Minimum number of words, or 0 for the minimum of `min_words_of`.
+        max_words: Maximum number of words.
+        min_limit: Lower bound of the maximum number of characters, which depends on the text.
+        max_limit: Upper bound of it.
+    """
+
+    min_words: int
+    max_words: int
+    min_limit: int
+    max_limit: int
+
+
+SHORT = Lengths(min_words=0, max_words=120, min_limit=270, max_limit=720)
+LONG = Lengths(min_words=80, max_words=330, min_limit=700, max_limit=2000)
+# Lengths of this process. `main` sets them, because the readers of the sources have no options.
+lengths = SHORT
 
 
 # ------------------------------------------------------------------------------------------------
@@ -211,12 +233,15 @@ def unquoted(text: str) -> str:
 def passages(text: str) -> list[str]:
     """Return the passages of a text, which end with a sentence if possible.
 
-    A passage has at most 270 to 720 characters. The limit depends on the text, so that the lengths
-    of all passages vary.
+    A passage of `SHORT` lengths has at most 270 to 720 characters. The limit depends on the text,
+    so that the lengths of all passages vary.
     """
-    limit = 270 + int(450 * fraction(text))
+    longest = lengths.max_limit
+    limit = lengths.min_limit + int((longest - lengths.min_limit) * fraction(text))
     # Complete sentences up to the limit, or one long sentence, or complete words up to the limit.
-    passage = rf".{{30,{limit}}}{SENTENCE_END}|.{{1,720}}?{SENTENCE_END}|.{{1,{limit}}}(?=\s|$)"
+    passage = (
+        rf".{{30,{limit}}}{SENTENCE_END}|.{{1,{longest}}}?{SENTENCE_END}|.{{1,{limit}}}(?=\s|$)"
+    )
     return re.findall(rf"(?=\S)(?:{passage})", " ".join(text.split())) or [""]
 
 
@@ -572,7 +597,7 @@ def is_good(text: str, min_words: int) -> bool:
     # A short text may happen to contain no frequent word.
     is_english = len(words) < 15 or sum(word in COMMON for word in words) > len(words) / 16
     is_ascii = len(text.encode("ascii", "ignore")) > 0.97 * len(text)
-    fits = min_words <= len(words) <= MAX_WORDS and len(text) < 12 * len(words) + 20
+    fits = min_words <= len(words) <= lengths.max_words and len(text) < 12 * len(words) + 20
     return fits and is_english and is_ascii and is_prose(text) and not EXCLUDED.search(text)
 
 
@@ -583,6 +608,8 @@ def min_words_of(kind: str, short: str) -> int:
         kind: Type of text.
         short: Short text that belongs to the long text, or "".
     """
+    if lengths.min_words:
+        return lengths.min_words
     if not short:
         return 3
     if kind == "word":
@@ -650,8 +677,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--cache", type=Path, required=True, help="Directory of the downloaded packages."
     )
     parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        help="Write passages of 80 to 330 words, and no shorter ones.",
+    )
     args = parser.parse_args(argv)
 
+    global lengths
+    lengths = LONG if args.long else SHORT
     is_new = make_filter()
     rows: dict[str, list[dict[str, str]]] = {}
     kinds: dict[str, dict[str, Any]] = {}
@@ -676,7 +710,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = sum(len(text.split()) for text in row_texts)
         kind["rows"] = len(all_rows)
         kind["texts"] = len(row_texts)
-        kind["mean_words"] = round(words / len(row_texts), 1)
+        # Some types of text have no long passages.
+        kind["mean_words"] = round(words / max(len(row_texts), 1), 1)
     with new_file(args.output / "sources.json") as file:
         file.write(json.dumps(kinds, indent=1).encode())
 
