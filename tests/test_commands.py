@@ -23,7 +23,7 @@ WRITING = [command for command in cli.COMMANDS if command not in ("retrieval", "
 
 
 @pytest.mark.parametrize("command", WRITING)
-def test_an_unknown_option_is_named_before_any_work(command, capsys, tmp_path, monkeypatch):
+def test_unknown_option_is_reported_before_any_work(command, capsys, tmp_path, monkeypatch):
     """An unknown option is an error with a suggestion, and no file is written."""
     monkeypatch.chdir(tmp_path)
     assert cli.main([*WORDS[command], "--outptu", "x"]) == 2
@@ -49,7 +49,7 @@ def test_an_unknown_option_is_named_before_any_work(command, capsys, tmp_path, m
         ("encode", "--output_dir", "Did you mean --output?"),
     ],
 )
-def test_names_of_other_libraries_and_earlier_versions(command, option, hint, capsys):
+def test_suggestions_for_options_of_other_libraries(command, option, hint, capsys):
     """The error suggests an option for names of other libraries and of earlier versions."""
     assert cli.main([command, option, "1"]) == 2
     assert hint in capsys.readouterr().err

@@ -212,7 +212,7 @@ def test_a_folder_with_other_files_is_refused_and_left_as_it_is(make, inputs, ru
 
 
 @runs
-def test_a_finished_run_is_finished_and_another_one_is_refused(make, inputs, run, finished):
+def test_finished_run_is_kept_and_other_options_are_refused(make, inputs, run, finished):
     """Repeating a finished command changes nothing, and other options are an error."""
     output, _ = finished(make)
     before = contents(output)
@@ -226,9 +226,7 @@ def test_a_finished_run_is_finished_and_another_one_is_refused(make, inputs, run
 
 
 @runs
-def test_what_is_read_may_be_fetched_again_and_the_output_copied(
-    make, inputs, run, finished, tmp_path
-):
+def test_run_is_identified_by_the_bytes_of_its_inputs(make, inputs, run, finished, tmp_path):
     """A run is identified by the bytes of its input files, not by their paths and times."""
     shutil.copytree(inputs, tmp_path / "again", copy_function=shutil.copyfile)
     shutil.copytree(finished(make)[0], tmp_path / "out", copy_function=shutil.copyfile)
@@ -255,7 +253,7 @@ def test_a_second_process_is_refused(make, inputs, run, tmp_path):
 
 
 @every_run
-def test_an_empty_name_is_refused(make, inputs, run, tmp_path, monkeypatch):
+def test_empty_output_path_is_refused(make, inputs, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, printed, _ = run(make(inputs, ""), no_model=True)
     assert code == 2 and "output" in printed and "empty" in printed, printed
@@ -287,7 +285,7 @@ def interrupted(make, inputs, run, finished, tmp_path, **kills):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 @every_run
-def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
+def test_resume_after_kills_at_random_writes(make, inputs, run, finished, tmp_path, part):
     """A run that is killed at two of its writes can be resumed, and the result is the same.
 
     The first write is random within one sixth of the run, the second is random within the run.
@@ -301,7 +299,7 @@ def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
 
 @pytest.mark.slow
 @every_run
-def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
+def test_resume_after_kills_at_random_times(make, inputs, run, finished, tmp_path):
     """A run that is killed after random times can be resumed, and the result is the same."""
     pick = random.Random(make.__name__)
     kills = [{"kill_after": pick.uniform(0.2, 6)} for _ in range(3)]
@@ -321,7 +319,7 @@ def place_of(make, folder):
 
 
 @once
-def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
+def test_existing_output_is_not_replaced(make, inputs, run, tmp_path):
     """A command refuses an output path that is a non-empty folder or a file."""
     (tmp_path / "a.gguf").mkdir()
     (tmp_path / "a.gguf" / "notes.txt").write_text("mine")
@@ -337,7 +335,7 @@ def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 @once
-def test_killed_at_any_write_it_is_complete_or_not_there(make, inputs, run, tmp_path, part):
+def test_killed_output_is_complete_or_absent(make, inputs, run, tmp_path, part):
     """After a kill the output is complete or absent, and a second run completes an absent one."""
     output = place_of(make, tmp_path)
     code, printed, writes = run(make(inputs, output))
@@ -360,7 +358,7 @@ def test_killed_at_any_write_it_is_complete_or_not_there(make, inputs, run, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
-def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
+def test_encode_resumes_after_kills(inputs, run, finished, tmp_path, part):
     """`encode` resumes after two kills, also from a copy of the inputs, but not with other options.
 
     The resumed run produces the same bytes as an uninterrupted run.
@@ -382,7 +380,7 @@ def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["out.csv", "out.jsonl", "out.parquet"])
-def test_predict_killed_at_any_write(inputs, run, finished, tmp_path, output):
+def test_predict_resumes_after_kills(inputs, run, finished, tmp_path, output):
     """`predict` resumes after three kills, and leaves only its output and the JSON file next to it.
 
     The resumed run produces the same bytes as an uninterrupted run.
@@ -413,9 +411,7 @@ def test_predict_killed_at_any_write(inputs, run, finished, tmp_path, output):
 
 
 @every_run
-def test_no_secret_is_written_and_chmod_and_hard_links_are_not_needed(
-    make, inputs, run, finished, tmp_path
-):
+def test_no_secret_is_written_on_restricted_file_systems(make, inputs, run, finished, tmp_path):
     """Check that no file contains the Hub token, and that a run works on restricted file systems.
 
     With `strange=True`, changing permissions and creating hard links fails, as on some network

@@ -58,7 +58,7 @@ def run(*arguments: object, folder: Path, expect_better: bool = True) -> str:
     return process.stdout
 
 
-def test_contrastive_beats_its_start_and_tfidf(docstrings, tmp_path):
+def test_contrastive_beats_initial_model_and_tfidf(docstrings, tmp_path):
     """`neobert contrastive` improves the retrieval of function names from docstring summaries."""
     pairs = [{"anchor": text.summary, "positive": text.name} for text in docstrings]
     write_rows(tmp_path / "pairs.jsonl", pairs[:-NUM_TEST_ROWS])
@@ -77,7 +77,7 @@ def test_contrastive_beats_its_start_and_tfidf(docstrings, tmp_path):
     assert after > validation["tf-idf"]["mrr@10"]
 
 
-def test_a_student_beats_its_start(docstrings, tmp_path):
+def test_distilled_student_beats_initial_weights(docstrings, tmp_path):
     """`neobert distill` produces a student that retrieves better than its initial weights."""
     (tmp_path / "texts.txt").write_text(
         "\n".join(text.summary for text in docstrings[:-NUM_TEST_ROWS]), encoding="utf-8"

@@ -60,7 +60,7 @@ def test_masked_lm(golden, name, implementation, unpad_inputs):
 @every_implementation
 @every_folder
 @torch.no_grad()
-def test_base_model_drops_the_decoder_quietly(golden, name, implementation):
+def test_base_model_loads_without_unexpected_keys(golden, name, implementation):
     """The base model loads a masked-LM checkpoint without reporting the decoder as unexpected.
 
     `load` checks that no key is unexpected.
@@ -88,14 +88,14 @@ def test_sequence_classifier(golden, name, implementation):
 
 
 @every_folder
-def test_the_formulas_give_the_golden_outputs(golden, name):
+def test_reference_matches_golden_outputs(golden, name):
     """The reference in tests/helpers/reference.py, which other tests use, is correct."""
     model, _, expected = load(neobert.NeoBERTModel, golden / name)
     texts = expected["unpadded_input_ids"]
     assert_same(last_states(model, *texts), expected["unpadded_last_hidden_state"].flatten(0, 1))
 
 
-def test_published_config_is_understood(golden):
+def test_published_config_loads(golden):
     """The published config.json loads with its sizes, and its unused fields are not saved again."""
     published = json.loads((golden / "neobert_tiny" / "config.json").read_text())
     config = neobert.NeoBERTConfig.from_pretrained(golden / "neobert_tiny")

@@ -113,7 +113,7 @@ def import_cycle(imports, start):
     return None
 
 
-def test_the_reader_of_imports_sees_what_is_there():
+def test_import_helpers_and_layers():
     """Check the helper functions of this file, and that `LAYERS` lists the whole package."""
     assert {file.parts[0].removesuffix(".py") for file in FILES} == set(LAYERS)
 
@@ -136,7 +136,7 @@ def test_the_reader_of_imports_sees_what_is_there():
     )
 
 
-def test_every_room_is_installed():
+def test_every_subpackage_is_installed():
     """setup.cfg lists every subpackage, so that an installed wheel is complete."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -146,7 +146,7 @@ def test_every_room_is_installed():
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_a_file_imports_downward_and_in_no_circle(file):
+def test_imports_are_downward_and_not_circular(file):
     layer = file.parts[0].removesuffix(".py")
     above = LAYERS[: LAYERS.index(layer)]
     upward = [str(other) for other in IMPORTS[file] if other.parts[0].removesuffix(".py") in above]
@@ -160,7 +160,7 @@ def test_a_file_imports_downward_and_in_no_circle(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_what_a_file_imports_is_there(file):
+def test_imported_names_exist(file):
     """Every name of a relative import exists in the module that it is imported from.
 
     Most files are imported by other tests, but a file without such a test can be broken when a

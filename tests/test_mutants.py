@@ -9,7 +9,7 @@ from tools import mutants
 
 
 @pytest.mark.parametrize("mutant", mutants.read_mutants(), ids=lambda m: f"{m.file} {m.name}")
-def test_a_mutant_follows_the_code(mutant):
+def test_mutant_is_up_to_date(mutant):
     """The text that a mutant replaces occurs in its file, and the tests of the mutant exist."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     for old, new in mutant.changes:

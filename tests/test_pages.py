@@ -166,7 +166,7 @@ def test_every_file_and_option_in_the_text_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_opens_with_its_use_and_a_command(page):
+def test_page_starts_with_purpose_and_command(page):
     parts = PAGES[page].split("```")
     heading, introduction = parts[0].strip().split("\n", 1)
     assert heading.startswith("# ") and len(introduction.strip()) > 60, (
@@ -188,14 +188,14 @@ def test_the_page_opens_with_its_use_and_a_command(page):
     [page for page in pages.PAGES if any(pages.examples(page.read_text(encoding="utf-8")))],
     ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
 )
-def test_every_output_is_todays(page):
+def test_outputs_are_current(page):
     """Run the examples of a page and compare their outputs with those on the page."""
     assert not (stale := list(pages.stale(page))), (
         "\n\n".join(stale) + f"\n\nRun `python tests/tools/pages.py --write {page}`."
     )
 
 
-def test_results_name_todays_encoder():
+def test_results_name_the_current_encoder():
     """Pages of results/ name the digest of the bundled encoder, or call theirs an earlier one."""
     assert pages.stale_results() == []
 
@@ -265,7 +265,7 @@ the end is 3
 """
 
 
-def test_blocks_run_in_their_order_and_their_outputs_are_written(tmp_path):
+def test_blocks_run_in_order_and_outputs_are_updated(tmp_path):
     """Check which outputs of `PAGE` are reported, and that `written` updates only these."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)

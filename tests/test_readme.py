@@ -53,7 +53,7 @@ def run(source, bundled):
     return printed.getvalue(), names
 
 
-def test_it_opens_with_the_published_weights():
+def test_readme_starts_with_published_weights():
     """The README starts with snippets that load the published weights without a clone."""
     install = README.index("pip install")
     first = README.index("```python")
@@ -86,7 +86,7 @@ def test_python_snippet(source, bundled, tmp_path, monkeypatch):
         assert line in printed, f"The page shows {line!r}, but the snippet printed {printed!r}."
 
 
-def test_loras_head_learns_and_is_saved(bundled, tmp_path):
+def test_lora_snippet_trains_and_saves_the_head(bundled, tmp_path):
     """The LoRA snippet trains and saves the complete classification head.
 
     PEFT saves a layer with the name `classifier` by default, but not the layer `dense` before it.
@@ -186,7 +186,7 @@ def test_every_task_has_its_page_and_a_command_that_exists():
             )
 
 
-def test_published_scores_are_the_papers():
+def test_published_scores_match_the_paper():
     """The GLUE and MTEB averages of the comparison are those of the paper."""
     assert "not measured here" in README.split("## Comparison")[1].split("## ")[0]
     rows = table("Comparison")
@@ -198,7 +198,7 @@ def test_published_scores_are_the_papers():
         )
 
 
-def test_the_speeds_of_the_comparison_are_those_of_the_benchmark():
+def test_comparison_speeds_match_the_benchmark():
     """The speeds of the comparison are those of results/throughput_cpu with SDPA attention."""
     page = (ROOT / "results" / "throughput_cpu" / "throughput.md").read_text(encoding="utf-8")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
@@ -213,7 +213,7 @@ def test_the_speeds_of_the_comparison_are_those_of_the_benchmark():
     assert num_checked >= 6
 
 
-def test_figures_are_those_of_the_results():
+def test_measurements_match_the_result_files():
     """Every figure of the table occurs in the result file that the row names.
 
     The file was measured on the CPU and with the number of threads of the row.
@@ -270,7 +270,7 @@ def test_commands_extras_and_links_exist(path):
             assert (ROOT / name).exists(), f"The README names {name}, which does not exist."
 
 
-def test_the_table_of_remote_code_is_todays():
+def test_remote_code_table_is_current():
     """The table of SECURITY.md has the current line counts and digests of the model files."""
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert page.count("\n| `") == len(sync.MODEL_FILES) and sync.with_table(page) == page, (
@@ -290,7 +290,7 @@ def test_copies_of_the_model_files_are_identical(name, folder):
     assert copy.read_bytes() == (ROOT / name).read_bytes(), "Run `make sync`."
 
 
-def test_citation_names_the_paper_of_the_readme():
+def test_citation_matches_the_readme():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (
         citation["cff-version"] == "1.2.0" and citation["message"] and citation["license"] == "MIT"

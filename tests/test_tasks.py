@@ -200,7 +200,7 @@ def serve(words, clone):
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_row(task, clone, environment, monkeypatch):
+def test_commands_of_task(task, clone, environment, monkeypatch):
     """Run the commands of one task and check the output of the last one."""
     monkeypatch.chdir(clone)
     options, expected = SMALL[task]

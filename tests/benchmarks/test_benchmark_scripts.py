@@ -37,7 +37,7 @@ def here(function, *arguments, **options):
 # Processes
 
 
-def test_a_process_of_its_own():
+def test_in_a_process():
     """`in_a_process` runs a function in a new process with its own environment variables.
 
     An exception of the function is raised here, and a killed process is a `UserError`.
@@ -74,7 +74,7 @@ def test_a_script_ends_with_exit_code_2_for_bad_input():
 # Rerankers and servers
 
 
-def test_rerankers_are_timed_on_equal_logits(tmp_path, monkeypatch):
+def test_padded_and_packed_rerankers_have_equal_logits(tmp_path, monkeypatch):
     """The padded and the packed reranker give the same logits, and all workloads have a row."""
     passages = ["a b c d e f", "g"] * rerank.PASSAGES
     texts = {name: (["q", "r"], passages) for name in ("GCIDE", "one length")}
@@ -93,7 +93,7 @@ def test_rerankers_are_timed_on_equal_logits(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_is_asked_and_its_vectors_compared(tmp_path, monkeypatch):
+def test_server_benchmark_compares_embeddings(tmp_path, monkeypatch):
     """The results contain all rounds, and the server returns the expected embeddings."""
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(server, "make_texts", lambda count, encoder: {"mixed": ["a", "b c", "d"]})
@@ -116,7 +116,7 @@ def test_a_server_is_asked_and_its_vectors_compared(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_of_one_forward():
+def test_peak_memory_of_forward_pass():
     """The peak memory of a forward pass is one to eight times that of the feed-forward activations.
 
     The model has the published hidden size and one layer. The activations are 4096 float32 values
@@ -131,7 +131,7 @@ def test_memory_of_one_forward():
     assert 512 * 4096 * 4 < growth < 512 * 4096 * 4 * 8
 
 
-def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
+def test_flash_contract_separates_packed_texts(tmp_path, monkeypatch):
     """`flash_contract` computes attention within each packed text, and the script measures it.
 
     It has the arguments of flash attention, but runs with SDPA on a CPU.
@@ -179,7 +179,7 @@ def tiny_steps(way="packed", dtype="float32"):
     return training.measure(TrainingOptions(**shape), "short", dtype, way)
 
 
-def test_a_step_has_the_tokens_that_were_asked_for():
+def test_batch_has_the_requested_number_of_tokens():
     """A batch has the requested number of tokens, and about 20 % of them are masked."""
     lengths, inputs = draw_batch("short", 500, seed=1)
     assert 500 <= sum(lengths) < 500 + max(lengths), (
@@ -199,7 +199,7 @@ def test_a_step_has_the_tokens_that_were_asked_for():
     assert draw_batch("16", 500, 0)[0] == [16] * 32
 
 
-def test_both_ways_train_to_the_same_losses():
+def test_packed_and_padded_training_have_equal_losses():
     """Packed and padded batches give the same losses, and bfloat16 gives similar ones."""
     packed, padded = (tiny_steps(way) for way in ("packed", "padded"))
     assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, (
@@ -222,7 +222,7 @@ def test_both_ways_train_to_the_same_losses():
     ), "Autocast must change the losses slightly."
 
 
-def test_operations_of_a_forward():
+def test_forward_operations():
     """The operations equal those of the linear layers, the predicted tokens and the attention."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = NeoBERTConfig(**shape, intermediate_size=48, vocab_size=100)
@@ -250,7 +250,7 @@ def test_the_training_table(tmp_path, monkeypatch):
 # Small embeddings
 
 
-def test_small_vectors_are_searched_and_rescored():
+def test_small_embeddings_are_searched_and_rescored():
     """Check the sizes and scores of small embeddings, and the rescoring of binary candidates.
 
     Only one of the 48 documents, number 44, has the same signs as the query.

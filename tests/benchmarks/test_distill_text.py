@@ -3,7 +3,7 @@
 from benchmarks import make_distill_text as text
 
 
-def test_held_out_definitions_are_left_out_wherever_they_come_from():
+def test_held_out_definitions_are_dropped():
     """`kept` drops held-out definitions, also after their word, and repeated texts.
 
     Upper case and punctuation do not matter.

@@ -3,7 +3,7 @@
 from benchmarks import latency
 
 
-def test_engines_take_turns_and_the_first_call_of_a_turn_is_not_measured(monkeypatch):
+def test_engines_alternate_and_first_calls_are_not_measured(monkeypatch):
     # Each reading of this clock advances it by 1 ms, and "b" advances it by another millisecond.
     clock = iter(range(0, 10**9, 10**6))
     monkeypatch.setattr(latency.time, "process_time_ns", lambda: next(clock))

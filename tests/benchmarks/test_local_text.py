@@ -43,7 +43,7 @@ def test_wordnet_lines_become_sentences(tmp_path):
     ]
 
 
-def test_the_held_out_part_is_a_function_of_the_key():
+def test_held_out_rows_depend_on_the_id_only():
     """About 2 % of the rows are held out, by a hash of their ID and not by their position."""
     rows = [{"id": f"noun-{i:08d}"} for i in range(5000)]
     train, held_out = local_text.split(rows)

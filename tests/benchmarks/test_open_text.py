@@ -28,7 +28,7 @@ from neobert.common.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_bm25_is_its_formula():
+def test_bm25_matches_its_formula():
     """The scores equal the formula, evaluated by hand.
 
     The documents have 3 and 1 words, so the mean length is 2. The word "cat" is in both documents,
@@ -47,7 +47,7 @@ def test_bm25_is_its_formula():
     assert scores[1].tolist() == [0, 0], "A word that is in no document must have the score 0."
 
 
-def test_ranks_and_joins():
+def test_ranks_fusion_and_weighted_sum():
     """Check ranks with ties, reciprocal rank fusion, and the weighted sum of scores.
 
     The weighted sum standardizes the scores of each query before it adds them.
@@ -62,7 +62,7 @@ def test_ranks_and_joins():
     assert summed == pytest.approx(np.array([[-0.5, 0.5], [-0.75, 0.75]]))
 
 
-def test_mrr_of_ten_and_its_errors():
+def test_mrr_at_10_and_bootstrap_errors():
     """Check MRR@10, its ratio and difference to a reference, and their errors.
 
     The correct documents have the ranks 1, 2 and 3 in the first system, and 1, 1 and 12 in the
@@ -95,7 +95,7 @@ def test_mrr_of_ten_and_its_errors():
     assert figures["mean"]["ours"]["share"] == pytest.approx((11 / 18 + 1) / (2 / 3 + 3 / 4))
 
 
-def test_rows_are_chosen_alike_whatever_their_order():
+def test_selection_does_not_depend_on_row_order():
     """The selection does not depend on the order of the rows.
 
     It limits the rows per package, and drops short texts and duplicates.
@@ -169,13 +169,13 @@ def test_rows_are_chosen_alike_whatever_their_order():
         ),
     ],
 )
-def test_what_a_kind_reads(kind, text, pairs):
+def test_text_types_extract_pairs(kind, text, pairs):
     """Each type of text extracts pairs of a short and a long text from a file."""
     (text_type,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
     assert [tuple(pair) for pair in text_type.read(text)] == pairs
 
 
-def test_nothing_that_is_measured_on_was_trained_on():
+def test_benchmark_packages_are_not_training_texts():
     """No package of the benchmark is among the training texts of the bundled encoder."""
     packages = " ".join(kind.packages for kind in open_text.KINDS.values())
     names = {
@@ -205,7 +205,7 @@ def write_archive(path, files):
                 archive.addfile(entry, io.BytesIO(text))
 
 
-def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
+def test_benchmark_from_download_to_result_page(tmp_path, monkeypatch):
     """Check the download of packages, the extraction of texts, the measurement and the result page.
 
     A package is downloaded once. An encoder that reads only the beginning of a text retrieves
@@ -281,7 +281,7 @@ def word_count_encoder(dimension):
     return encode
 
 
-def test_a_missing_teacher_is_one_sentence(monkeypatch):
+def test_missing_teacher_error_contains_install_command(monkeypatch):
     """Without a folder and the teacher's package, the error contains the command to install it."""
     monkeypatch.setattr(open_text.importlib.util, "find_spec", lambda name: None)
     assert open_text.find_teacher("given") == "given"
@@ -311,7 +311,7 @@ def write_wheel(folder, name, license, words):
         )
 
 
-def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
+def test_training_texts_exclude_benchmark_texts(tmp_path, monkeypatch, capsys):
     """Training pairs come only from packages with a permissive license, and contain the license.
 
     Packages of the benchmark are omitted, and so are near duplicates of the benchmark and of other
@@ -354,7 +354,7 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not shutil.which("lz4"), reason="This test needs the command lz4.")
-def test_descriptions_speak_once_for_a_source(tmp_path, monkeypatch):
+def test_one_description_per_source_package(tmp_path, monkeypatch):
     """A source package has one row, the longest description of its binary packages."""
     packages = "Package: bird-doc\nSource: bird (1)\nSection: doc\n\nPackage: bird\nSection: net\n"
     texts = (
@@ -401,7 +401,7 @@ def test_questions_keep_their_answer():
     assert f"title {number}" in questions[0]["anchor"] and questions[0]["kind"] == "question"
 
 
-def test_kept_layers_are_those_of_the_teacher():
+def test_keep_layers():
     """`keep_layers` keeps four of the six layers of the teacher and updates its config."""
     torch = pytest.importorskip("torch")
     layers = [torch.nn.Linear(2, 2) for _ in range(6)]
@@ -416,7 +416,7 @@ def test_kept_layers_are_those_of_the_teacher():
     assert bert.config.num_hidden_layers == 4
 
 
-def test_weights_of_an_exported_model_are_those_of_the_module(tmp_path):
+def test_load_onnx_weights(tmp_path):
     """`load_onnx_weights` restores the names and shapes of the weights of a torch module.
 
     The exporter renames and transposes the weights of linear layers with a bias.

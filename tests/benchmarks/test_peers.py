@@ -10,7 +10,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 30522}
 
 
-def test_engines_take_turns_in_another_order_each():
+def test_engine_order_differs_between_turns():
     """Every turn calls all engines once, and the order differs between turns."""
     order = []
     sessions = {name: lambda name=name: order.append(name) or 1.0 for name in "abcd"}
@@ -20,12 +20,12 @@ def test_engines_take_turns_in_another_order_each():
     assert seconds == {name: [1.0] * 4 for name in "abcd"}
 
 
-def test_a_turn_of_several_calls_is_the_median_without_the_first_call():
+def test_turn_is_the_median_without_the_first_call():
     times = iter([100.0, 1.0, 3.0, 2.0])
     assert peers.take_turns({"a": lambda: next(times)}, turns=1, calls=3) == {"a": [2.0]}
 
 
-def test_the_bert_has_as_many_products_per_token():
+def test_compared_models_have_equal_matrix_parameter_counts():
     """The BERT and the NeoBERT that are compared have the same number of matrix weights."""
     from transformers import BertConfig, BertModel
 
@@ -38,7 +38,7 @@ def test_the_bert_has_as_many_products_per_token():
     assert products[0] == products[1]
 
 
-def test_seconds_of_another_process_are_those_it_reports():
+def test_processor_seconds_uses_reported_time():
     """`processor_seconds` uses the time that an engine in another process reports.
 
     The processor time of this process does not include that engine.
@@ -70,7 +70,7 @@ def rows():
     return rows
 
 
-def test_the_page_has_milliseconds_of_one_text_and_tokens_per_second_of_many(rows):
+def test_page_has_latency_and_throughput(rows):
     page = peers.page({"768x6": {"rows": rows, "errors": {"b int8": "not installed."}}}, turns=1)
     assert "| neobert | float32 | 1.00 | 1.00 | 1.00 | 1.00 | 0.500000 |" in page
     assert "| a | int8 | 337,000 | 512,000 | 1,024,000 | 0.500000 |" in page
@@ -78,7 +78,7 @@ def test_the_page_has_milliseconds_of_one_text_and_tokens_per_second_of_many(row
     assert "| 8 tokens | float32 | neobert | 1.00 |" in page
 
 
-def test_the_ratio_is_that_of_the_same_precision(rows):
+def test_ratios_compare_the_same_precision(rows):
     """The table of the fastest engines divides times of the same precision."""
     rows[0]["workloads"]["8"]["seconds"] = [0.006]
     assert "| 8 tokens | float32 | a | 3.00 |" in peers.fastest_table(rows)
@@ -101,7 +101,7 @@ def test_packed_embeddings_agree_with_padded_torch(tmp_path):
     assert padded == pytest.approx(packed, abs=2e-6)
 
 
-def test_an_engine_that_is_missing_has_a_reason(tmp_path, monkeypatch):
+def test_missing_engine_error_names_make_target(tmp_path, monkeypatch):
     """The error of an engine that is not installed names the make target that installs it."""
     monkeypatch.setattr(peers, "PEERS", [peers.llama_peer(), peers.ctranslate2_peer("int8")])
     sessions, errors = peers.open_sessions(Files(tmp_path), tmp_path)

@@ -50,7 +50,7 @@ def result(tmp_path_factory):
     return {row["engine"]: row for row in rows}, (folder / "out.md").read_text()
 
 
-def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
+def test_engine_rows_and_missing_model_error(result):
     """Every engine has a row, and the error of a missing model contains the export command."""
     rows, page = result
     assert list(rows) == ENGINES
@@ -66,14 +66,14 @@ def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
         ]
 
 
-def test_vectors_are_those_of_float32(result):
+def test_low_precision_embeddings_are_close_to_float32(result):
     """Embeddings of low precisions are similar to those of float32, but not identical."""
     rows, _ = result
     assert rows["torch-fp32"]["cosine"] == pytest.approx(1, abs=1e-6)
     assert 0.99 < rows["torch-bf16"]["cosine"] < 1 and 0.99 < rows["torch-int8"]["cosine"] < 1
 
 
-def test_every_row_is_compared_with_float32(result):
+def test_speedups_are_relative_to_float32(result):
     """The speedup of an engine is its corrected speed divided by that of float32."""
     rows, page = result
     table = page.partition("## Speedup over torch in float32")[2].partition("##")[0]
@@ -123,14 +123,14 @@ def test_results_of_other_cpus_are_kept(of_two_cpus):
     assert page.count("| this CPU | torch | fp32 |") == 2
 
 
-def test_results_of_other_workloads_do_not_fit_into_the_table(of_two_cpus, monkeypatch):
+def test_results_of_other_workloads_are_refused(of_two_cpus, monkeypatch):
     """Results of another CPU with other workloads are an error, before anything is measured."""
     monkeypatch.setattr(precisions, "measure_all", None)
     with pytest.raises(UserError, match="other workloads or numbers of threads"):
         of_two_cpus("--sets", "128")
 
 
-def test_speeds_are_tokens_over_seconds_at_one_pace():
+def test_speeds_are_corrected_for_machine_speed():
     """The corrected speed takes the speed of the machine into account.
 
     Two engines need 1 and 2 seconds for 10 tokens, and the machine was half as fast during the

@@ -64,7 +64,7 @@ def run(error, monkeypatch=None, debug=None):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_everything_is_one_sentence(capsys, error, message, code):
+def test_errors_are_printed_as_one_line(capsys, error, message, code):
     """Check the message and the exit code of each type of exception."""
     assert run(error) == code
     assert capsys.readouterr().err == f"neobert x: {message}\n"
@@ -101,7 +101,7 @@ def test_a_closed_pipe_is_no_error(arguments):
     assert (process.returncode, process.stderr) == (141, "")
 
 
-def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
+def test_full_disk_error_contains_the_file(tmp_path, capsys):
     """Check that the message contains the file even if the exception does not.
 
     numpy's `tofile`, which writes GGUF files, raises an OSError without errno and file name.
@@ -117,12 +117,12 @@ def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_package_lists_its_public_names_only():
+def test_dir_lists_only_public_names():
     """`dir(neobert)` contains the names of `__all__` and no others."""
     assert sorted(dir(neobert)) == sorted(neobert.__all__)
 
 
-def test_exit_codes_pass():
+def test_exit_codes_are_returned():
     """Check that `guarded` returns the exit code of the command, and does not catch SystemExit."""
     assert guarded("x", lambda: None) == 0 and guarded("x", lambda: 3) == 3
     with pytest.raises(SystemExit) as error:
@@ -130,7 +130,7 @@ def test_exit_codes_pass():
     assert error.value.code == 0
 
 
-def test_what_a_newcomer_types(capsys):
+def test_help_version_and_suggestions(capsys):
     """Check the help, the version, and the suggestions for misspelled commands and options."""
     for arguments in (["--help"], ["-h"], ["help"]):
         assert cli.main(arguments) == 0 and "usage: neobert" in capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_what_a_newcomer_types(capsys):
     assert cli.main(["glue", ""]) == 2 and "unknown option ''" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+def test_missing_model_is_reported(tmp_path, monkeypatch):
     """Check that a name that is a missing directory is rejected without a request to the Hub.
 
     Without a network, a request would take minutes to fail.
@@ -181,7 +181,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
         "mteb --model nofolder --tasks STSBenchmark --output out",
     ],
 )
-def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+def test_commands_do_not_connect_if_the_model_is_missing(command, tmp_path, monkeypatch, capsys):
     """Check that no command opens a connection if the model is a missing directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, m
         'distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out',
     ],
 )
-def test_a_missing_column_is_named_before_a_model_is_loaded(
+def test_missing_column_is_reported_before_loading_a_model(
     command, tmp_path, monkeypatch, capsys, tokenizer_dir
 ):
     """A missing column is reported first, although the directory contains no valid model."""
@@ -219,6 +219,6 @@ def test_a_missing_column_is_named_before_a_model_is_loaded(
     assert "no column" in error and "content" in error, error
 
 
-def test_an_error_of_one_number_has_its_name():
+def test_error_without_letters_contains_its_type():
     """Check that the type of the exception is added to a message without letters."""
     assert one_line(KeyError(45)) == "KeyError 45" and one_line(ValueError("")) == "ValueError"

@@ -79,7 +79,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     assert count_rows(file._replace(url=str(tmp_path / name))) == len(ROWS)
 
 
-def test_rows_behind_unwanted_row_groups(tmp_path):
+def test_row_numbers_include_skipped_row_groups(tmp_path):
     """Row numbers include the rows of skipped row groups."""
     (file,) = files(write(tmp_path / "rows.parquet"))
     numbered = list(numbered_rows(file, wanted=lambda number: number >= 100))
@@ -87,7 +87,7 @@ def test_rows_behind_unwanted_row_groups(tmp_path):
     assert [row for number, row in numbered if number >= 100] == ROWS[100:]
 
 
-def test_streams_are_refused(tmp_path):
+def test_stdin_and_pipes_are_rejected(tmp_path):
     """Check that stdin and pipes, which cannot be read twice, are rejected."""
     os.mkfifo(tmp_path / "pipe")
     for source in ("-", "/dev/stdin", str(tmp_path / "pipe")):
@@ -130,7 +130,7 @@ def test_folders_globs_and_urls(tmp_path, scheme, monkeypatch):
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
-def test_a_file_that_was_changed_is_read_anew(tmp_path):
+def test_changed_file_is_read_again(tmp_path):
     """Check that changes are seen even if the name and the size of a file stay the same."""
     path = tmp_path / "a.jsonl"
     for text in ("one", "two"):
@@ -167,14 +167,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.doc", b"x", "there is no file of rows at .*a.doc"),
     ],
 )
-def test_a_broken_file_is_one_sentence(tmp_path, name, content, sentence):
+def test_invalid_file_is_reported(tmp_path, name, content, sentence):
     """Check that the error about a damaged file contains its name, the row and the reason."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
         list(rows(tmp_path / name, ["text"], ["text"]))
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files_protocols_and_columns(tmp_path):
     """Check the errors about a missing file, protocol or column, and about mixed formats."""
     with pytest.raises(UserError, match="there is no file of rows .*nothing.jsonl"):
         files(tmp_path / "nothing.jsonl")
@@ -187,7 +187,7 @@ def test_what_is_not_there(tmp_path):
         files(tmp_path)
 
 
-def test_tables_with_quotes_and_long_texts(tmp_path):
+def test_quotes_in_tsv_and_long_cells_in_csv(tmp_path):
     """Quotes have no meaning in tsv files, and the cells of a csv file may have any length."""
     (tmp_path / "a.tsv").write_text('text\tlabel\n"open and never closes\t1\n')
     assert list(rows(tmp_path / "a.tsv")) == [{"text": '"open and never closes', "label": "1"}]

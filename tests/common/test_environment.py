@@ -83,7 +83,7 @@ def test_the_line_contains_every_known_field():
     assert environment_line({"threads": 2}) == "2 threads"
 
 
-def test_the_commit_of_a_copy_without_git_is_in_a_variable(monkeypatch):
+def test_commit_is_read_from_a_variable_without_git(monkeypatch):
     """Check that the commit is read from NEOBERT_COMMIT if git is not available."""
 
     def run_without_git(*arguments, **options):
@@ -99,7 +99,7 @@ def test_the_commit_of_a_copy_without_git_is_in_a_variable(monkeypatch):
     assert record["note"] == "x"
 
 
-def test_the_versions_are_those_of_installed_packages():
+def test_versions_omit_missing_packages():
     """Packages that are not installed are omitted from the versions."""
     versions = environment(["pytest", "no-such-package"])["versions"]
     assert versions["pytest"] == pytest.__version__

@@ -17,7 +17,7 @@ def test_untrusted_text_is_escaped_in_every_message():
     assert one_line(ValueError(" two\n lines. ")) == "two lines"
 
 
-def test_the_error_of_a_dataloader_worker_is_its_message():
+def test_traceback_of_a_dataloader_worker_is_removed():
     """Check that the traceback, which torch adds to the error of a worker, is removed."""
     traceback = (
         'Original Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise '
@@ -41,7 +41,7 @@ def test_installed_packages_are_sufficient():
         ("numpy>=99", "'numpy>=99'"),
     ],
 )
-def test_a_missing_package_is_named_with_its_command(module, package):
+def test_missing_package_error_contains_the_install_command(module, package):
     """Check that the error contains the command that installs the missing package."""
     with pytest.raises(ImportError) as error:
         require("train", "json", module)

@@ -22,7 +22,7 @@ def read(tmp_path, text):
     return read_yaml(tmp_path / "a.yaml")
 
 
-def test_numbers_truths_references_and_anchors(tmp_path):
+def test_numbers_booleans_references_and_anchors(tmp_path):
     """Check that numbers and booleans are those of YAML 1.2.
 
     YAML 1.1 reads no, off, yes and on as booleans, and 1e-4 as text.
@@ -57,7 +57,7 @@ def test_numbers_truths_references_and_anchors(tmp_path):
     ],
     ids=range(4),
 )
-def test_refused_with_one_sentence(tmp_path, text, message):
+def test_invalid_file_is_reported(tmp_path, text, message):
     """Check that an invalid or malicious file raises a short error of one line."""
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, text)
@@ -99,7 +99,7 @@ def time_limit():
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_small_file_cannot_expand_to_endless_values(bomb, tmp_path, time_limit):
+def test_yaml_bombs_are_rejected(bomb, tmp_path, time_limit):
     """Check that a file of less than 1,000 bytes that expands to 10^8 values is rejected.
 
     Such a configuration in a checkpoint raises an error, and such a model card is ignored.
@@ -162,7 +162,7 @@ def test_card_metadata(tmp_path):
     assert read_card(tmp_path) == expected
 
 
-def test_no_file_to_read(tmp_path):
+def test_missing_file_and_pipe_are_rejected(tmp_path):
     """Check the errors about a missing file and about a pipe, which would block the reader."""
     with pytest.raises(UserError, match="no file .*a.yaml"):
         read_yaml(tmp_path / "a.yaml")
@@ -171,7 +171,7 @@ def test_no_file_to_read(tmp_path):
         read_yaml(tmp_path / "b.yaml")
 
 
-def test_a_value_of_the_command_line():
+def test_read_brackets():
     """Check that text in brackets is parsed, and invalid or other text is returned unchanged."""
     assert read_brackets("[a, 1e-4]") == ["a", 1e-4] and read_brackets("{a: no}") == {"a": "no"}
     for text in ("[" * 1000, "[ab]*.txt", "{", "2001-99-99", "1", "a: 1"):

@@ -57,7 +57,7 @@ def test_a_new_folder(tmp_path, prepare):
         ("to_file", "to_file already exists"),
     ],
 )
-def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
+def test_existing_outputs_are_rejected(tmp_path, monkeypatch, output, sentence):
     """Check that an existing file or directory is neither accepted as an output nor changed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
@@ -73,7 +73,7 @@ def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
     assert everything(tmp_path) == before and (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_error_leaves_nothing(tmp_path):
+def test_error_leaves_no_incomplete_output(tmp_path):
     """Check that no incomplete file or directory remains after an exception.
 
     An existing file is not changed.
@@ -93,7 +93,7 @@ def test_an_error_leaves_nothing(tmp_path):
     assert (tmp_path / "there" / "file").read_text() == "old"
 
 
-def test_what_came_meanwhile_stays(tmp_path):
+def test_directory_created_meanwhile_is_not_replaced(tmp_path):
     """A directory that another process has created in the meantime is not replaced."""
     with pytest.raises(OSError), new_folder(tmp_path / "a") as folder:
         (folder / "new").write_text("x")
@@ -113,7 +113,7 @@ with new_folder(sys.argv[1]) as folder:
 """
 
 
-def test_two_processes_and_a_kill(tmp_path):
+def test_second_process_is_rejected_until_the_first_ends(tmp_path):
     """Check that a second process is rejected while the first one runs, and succeeds afterwards.
 
     The second process removes the incomplete output of the first one, which was killed.
@@ -147,7 +147,7 @@ def test_a_new_file(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
+def test_file_system_without_permissions_and_links(tmp_path, monkeypatch):
     """Check that outputs are written if the file system supports neither permissions nor links."""
 
     def refuse(*arguments, **options):
@@ -170,7 +170,7 @@ def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-def test_rights_are_those_of_the_umask(tmp_path):
+def test_permissions_follow_the_umask(tmp_path):
     """Check the permissions of a file that only its owner can read, as safetensors writes it."""
     umask = os.umask(0o027)
     try:
@@ -195,7 +195,7 @@ def test_inputs_and_outputs_are_disjoint(tmp_path, output, refused):
         check_disjoint(tmp_path / output, tmp_path / "other", tmp_path / "in")
 
 
-def test_a_leftover_of_a_complete_directory_is_removed(tmp_path):
+def test_leftover_lock_file_is_removed(tmp_path):
     """Check that the lock file of a process that was killed after the rename is removed."""
     with new_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("x")

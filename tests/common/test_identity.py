@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
-def test_whatever_changes_the_numbers_changes_the_digest(folder, name):
+def test_digest_depends_on_model_files(folder, name):
     """Check that the digest changes if a file of the model is changed or removed."""
     before = model_digest(folder)
     assert model_digest(str(folder)) == before and len(before) == 12
@@ -43,21 +43,21 @@ def test_whatever_changes_the_numbers_changes_the_digest(folder, name):
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_the_card_and_the_log_do_not(folder, name):
+def test_digest_does_not_depend_on_model_card_and_log(folder, name):
     """Check that the digest does not depend on the model card and log files."""
     before = model_digest(folder)
     (folder / name).write_text("other")
     assert model_digest(folder) == before
 
 
-def test_the_digest_is_that_of_the_contents_in_the_order_of_names(tmp_path):
+def test_files_digest_sorts_files_by_name(tmp_path):
     (tmp_path / "b").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"one ")
     # The expected value is the output of: printf 'one two' | sha256sum
     assert files_digest([tmp_path / "b", tmp_path / "a"]) == "8ab63e29a4ba"
 
 
-def test_a_folder_without_a_model_has_none(tmp_path):
+def test_digest_of_a_directory_without_a_model(tmp_path):
     """Check that the digest of a directory without a model raises an error."""
     with pytest.raises(UserError, match="there is no model"):
         model_digest(str(tmp_path))

@@ -73,7 +73,7 @@ TRAINING = OptionParser(
 )
 
 
-def test_defaults_and_values_of_the_command_line():
+def test_defaults_and_command_line_values():
     """Check the defaults, and values of each type, with `=`, underscores and an empty text."""
     result = PARSER.read(["a.txt"])
     assert result == ExampleOptions(DataOptions(source="a.txt"), BatchOptions())
@@ -102,7 +102,7 @@ def test_recipes_are_overridden_from_left_to_right(tmp_path):
     assert (result.data.source, result.batch.max_length) == ("mine.txt", 32)
 
 
-def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypatch):
+def test_local_recipe_takes_precedence_over_bundled_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="in the recipe recipes/contrastive.yaml"):
         PARSER.read(["recipes/contrastive.yaml"])
@@ -125,7 +125,7 @@ def test_a_bundled_recipe_is_read_unless_a_file_has_its_name(tmp_path, monkeypat
         (["--columns", "2024"], ["2024"]),
     ],
 )
-def test_lists_of_the_command_line(words, columns):
+def test_lists_on_the_command_line(words, columns):
     """Items that look like numbers remain text in a list of texts."""
     assert PARSER.read(["a.txt", *words]).data.columns == columns
 
@@ -163,13 +163,13 @@ def test_options_of_trainer_are_passed_on(tmp_path):
         ("a --config", "`--config` needs a recipe: --config RECIPE.yaml."),
     ],
 )
-def test_messages(words, message):
+def test_command_line_error_messages(words, message):
     """Check the complete message about each type of invalid command line."""
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         PARSER.read(words.split())
 
 
-def test_messages_about_recipes(tmp_path):
+def test_recipe_error_messages(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     cases = {
         "max_length: 2": "`max_length` in the recipe R must be an integer, at least 3",
@@ -183,7 +183,7 @@ def test_messages_about_recipes(tmp_path):
             PARSER.read(["a.txt", str(recipe)])
 
 
-def test_an_empty_value_is_an_unset_variable():
+def test_empty_value_is_rejected():
     """Check that an empty value is rejected, because a variable of the shell may be unset."""
     with pytest.raises(UserError, match="`--for` is empty"):
         PARSER.read(["a.txt", "--for", ""])
@@ -197,7 +197,7 @@ def test_an_empty_value_is_an_unset_variable():
         ("epochs", "num-train-epochs"),
     ],
 )
-def test_names_of_other_libraries(name, match):
+def test_option_names_of_other_libraries_get_suggestions(name, match):
     """Check that names of options from other libraries are answered with Trainer's names."""
     with pytest.raises(UserError, match=f"Did you mean --{match}[?]"):
         TRAINING.read(["a.txt", f"--{name}", "1"])
@@ -227,7 +227,7 @@ def test_help_has_titles_types_choices_and_defaults():
         assert part in text, text
 
 
-def test_long_choices_are_described_and_not_a_placeholder():
+def test_long_choices_are_listed_in_the_description():
     """Choices that are too long for a placeholder are listed in the help of the option."""
     text = OptionParser("neobert head", "Choose a head.", HeadParserOptions).help()
     choices = "sequence-classification, token-classification, question-answering, multiple-choice"
@@ -249,12 +249,12 @@ def test_long_choices_are_described_and_not_a_placeholder():
         (dict[str, float], "a mapping"),
     ],
 )
-def test_rules_of_types(hint, rule):
+def test_descriptions_of_types(hint, rule):
     """Check the description of a type in error messages."""
     assert options.rule(hint) == rule
 
 
-def test_help_describes_common_options_of_trainer_and_lists_the_others():
+def test_help_describes_common_trainer_options_and_lists_others():
     text = TRAINING.help()
     assert text.index("\nData:") < text.index("\nTraining:") < text.index("\nBatching:")
     assert "--learning-rate FLOAT Peak learning rate. (default: 0.001)" in " ".join(text.split())
@@ -272,7 +272,7 @@ def test_the_list_of_trainer_options_is_complete():
     assert set(options.TRAINER_HELP) <= set(fields)
 
 
-def test_identity_leaves_out_what_does_not_affect_results():
+def test_identity_excludes_options_that_do_not_affect_results():
     """Options with `affects_results=False` are not part of the identity of a run."""
     result = PARSER.read(["a.txt", "--compile"])
     assert "compile" in options.flatten(result) and "compile" not in options.identity(result)

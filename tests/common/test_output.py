@@ -18,7 +18,7 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_differences_are_told_with_both_values():
+def test_differences_contain_both_values():
     """Check that changed settings are listed with the previous and the new value."""
     assert (
         differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": [4]}) == "b 2, now 3, c None, now [4]"
@@ -26,7 +26,7 @@ def test_differences_are_told_with_both_values():
     assert differences({"a": [1, 2]}, {"a": [1, 2]}) == ""
 
 
-def test_a_run_from_its_begin_to_its_end(tmp_path):
+def test_states_and_files_during_a_run(tmp_path):
     """Check the state and the files of an output directory in each phase of a run."""
     output = Output(tmp_path / "out", "make", {"seed": 1, "hub_token": "hf_secret"})
     assert output.state() == "new" and not (tmp_path / "out").exists()
@@ -54,7 +54,7 @@ def test_a_run_from_its_begin_to_its_end(tmp_path):
     }
 
 
-def test_another_run_is_refused_where_one_has_written_something(tmp_path):
+def test_directory_of_an_unfinished_run_is_rejected_for_other_runs(tmp_path):
     """Check that the directory of an unfinished run is rejected for other settings or commands.
 
     A run that has written nothing but its record does not count.
@@ -71,7 +71,7 @@ def test_another_run_is_refused_where_one_has_written_something(tmp_path):
         Output(tmp_path, "bake", {"seed": 1}).state()
 
 
-def test_what_may_lie_beside_a_run(tmp_path):
+def test_files_allowed_before_a_run(tmp_path):
     """Check which files an output directory may contain before a run."""
     (tmp_path / "prepared").mkdir()
     # A process that is killed leaves temporary files, which are ignored.
@@ -84,7 +84,7 @@ def test_what_may_lie_beside_a_run(tmp_path):
         Output(tmp_path / "file", "make", {}).state()
 
 
-def test_an_interrupted_end_is_made_again(tmp_path):
+def test_incomplete_final_files_are_rewritten(tmp_path):
     """Check that incomplete final files of an interrupted run are discarded and written again."""
     output = Output(tmp_path, "make", {}, result="figures.json")
     with output.claim(), pytest.raises(KeyboardInterrupt), output.final_files() as folder:

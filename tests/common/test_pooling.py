@@ -23,7 +23,7 @@ FLAGS = (
 @pytest.mark.parametrize(
     "mode, flag", [("mean", "mean_tokens"), ("cls", "cls_token"), ("lasttoken", "lasttoken")]
 )
-def test_both_forms(tmp_path, mode, flag):
+def test_config_contains_both_forms(tmp_path, mode, flag):
     """Check that the configuration contains the name of the mode and the flags of all modes."""
     write_pooling(tmp_path, 64, mode)
     config = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
@@ -33,7 +33,7 @@ def test_both_forms(tmp_path, mode, flag):
 
 @pytest.mark.parametrize("reader", ["old", "new"])
 @pytest.mark.parametrize("mode", ["mean", "lasttoken"])
-def test_the_library_reads_each_form(tmp_path, mode, reader):
+def test_sentence_transformers_reads_each_form(tmp_path, mode, reader):
     """Check that sentence-transformers reads the same mode if one form is removed."""
     models = pytest.importorskip("sentence_transformers.models")
     write_sentence_transformers(tmp_path, 64, 128, mode)
@@ -51,7 +51,7 @@ def test_the_library_reads_each_form(tmp_path, mode, reader):
     assert (pooling_mode or pooling.get_pooling_mode_str()) == mode
 
 
-def test_versions_that_are_too_old_are_named(tmp_path, monkeypatch):
+def test_outdated_torch_is_reported(tmp_path, monkeypatch):
     """Check that sentence-transformers reports a version of torch that is too old.
 
     The written requirements are those of setup.cfg.

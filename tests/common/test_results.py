@@ -56,7 +56,7 @@ def test_a_file_is_an_earlier_result_if_it_has_the_keys(tmp_path):
     assert earlier_result(path) is None
 
 
-def test_files_of_others_are_not_replaced(tmp_path):
+def test_unrelated_files_are_not_replaced(tmp_path):
     """A page may exist only if the command has written an earlier result next to it."""
     check_result_files(tmp_path, "glue", None, "glue.md")
     (tmp_path / "glue.md").write_text("mine")

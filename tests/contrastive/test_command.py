@@ -56,7 +56,7 @@ def test_loss_is_infonce_of_cosine_over_temperature():
     torch.testing.assert_close(value, expected)
 
 
-def test_the_cached_loss_has_the_temperature():
+def test_cached_loss_uses_the_same_temperature():
     """`mini_batch_size` selects the cached loss, which has the same temperature."""
     # The cached loss needs a model with a first module.
     model = torch.nn.Sequential(torch.nn.Identity())
@@ -73,7 +73,7 @@ def test_the_learning_rate_depends_on_the_hidden_size(tmp_path):
     assert contrastive.learning_rate_of(str(tmp_path)) == 1e-4
 
 
-def test_an_encoder_that_learned_nothing_is_reported():
+def test_warning_for_unimproved_encoder():
     """A warning reports an encoder that is no better than before the training, or than TF-IDF."""
 
     def warning_for(before, after, tfidf):
@@ -85,7 +85,7 @@ def test_an_encoder_that_learned_nothing_is_reported():
     assert "TF-IDF" in warning_for(0.1, 0.2, 0.68)
 
 
-def test_tfidf_finds_the_text_that_shares_words():
+def test_tfidf_ranks_texts_by_shared_words():
     """The TF-IDF baseline ranks texts by the words that they share with the query."""
     relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
     texts = ["the cat is red", "birds that are blue", "nothing"]
@@ -94,7 +94,7 @@ def test_tfidf_finds_the_text_that_shares_words():
 
 
 @pytest.mark.slow
-def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
+def test_training_lowers_loss_and_output_loads_without_package(
     model_folder, triplets, pairs, tmp_path
 ):
     """The loss falls, and the output loads without this package.
@@ -147,9 +147,7 @@ class _Interrupt(TrainerCallback):
             os.kill(os.getpid(), self.signal_number)
 
 
-def test_a_version_of_peft_that_transformers_refuses(
-    model_folder, triplets, tmp_path, monkeypatch, capsys
-):
+def test_unsupported_peft_version_is_refused(model_folder, triplets, tmp_path, monkeypatch, capsys):
     """An unsupported version of peft is an error before the output directory is created."""
     pytest.importorskip("peft")
     from transformers.integrations import peft as integration
@@ -162,7 +160,7 @@ def test_a_version_of_peft_that_transformers_refuses(
 
 
 @pytest.mark.slow
-def test_adapters_go_on_after_interruptions_and_are_merged(
+def test_interrupted_lora_run_resumes_and_merges_adapters(
     model_folder, triplets, tmp_path, monkeypatch
 ):
     """A run that SIGTERM and Ctrl-C interrupt ends with the weights of an uninterrupted run."""
@@ -208,7 +206,7 @@ def test_adapters_go_on_after_interruptions_and_are_merged(
     assert torch.equal(uninterrupted["encoder.weight"], start["model.encoder.weight"])
 
 
-def test_a_folder_to_publish(model_folder, tmp_path):
+def test_output_directory_is_ready_to_publish(model_folder, tmp_path):
     """Check the output of a run that is to be published.
 
     - No file contains a row of the training data. The model card of sentence-transformers would.
@@ -254,7 +252,7 @@ def test_a_folder_to_publish(model_folder, tmp_path):
     ]
 
 
-def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
+def test_model_card_names_base_models_on_the_hub_only(model_folder):
     """The model card names a base model that is on the Hub, and no local directory."""
     expected = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
     assert base_model_metadata(None, "chandar-lab/NeoBERT") == expected
@@ -262,7 +260,7 @@ def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
     assert base_model_metadata(None, str(model_folder)) == base_model_metadata(None) == {}
 
 
-def test_negatives_are_searched_too(tmp_path):
+def test_retrieval_texts_include_negatives(tmp_path):
     """The texts of a retrieval evaluation include the negatives."""
     rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
@@ -270,7 +268,7 @@ def test_negatives_are_searched_too(tmp_path):
     assert queries.relevant == {"a": {"p", "q"}} and sorted(queries.texts) == ["n", "p", "q"]
 
 
-def test_the_card_names_an_instruction_and_an_inherited_license(model_folder, tmp_path):
+def test_model_card_has_instruction_and_inherited_license(model_folder, tmp_path):
     """The model card explains the instruction, and has the license of the start model."""
     start = shutil.copytree(model_folder, tmp_path / "start")
     (start / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n", encoding="utf-8")
@@ -299,9 +297,7 @@ def test_tensorboard_logs_are_kept(model_folder, tmp_path):
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_a_second_process_is_refused_before_data_and_model_are_loaded(
-    model_folder, tmp_path, monkeypatch
-):
+def test_output_is_locked_before_loading_data_and_model(model_folder, tmp_path, monkeypatch):
     """The output directory is locked before the data and the model are loaded."""
     rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
     argv = ["--pairs", str(write_jsonl(tmp_path / "faq.jsonl", rows)), "--max_steps", "1"]
@@ -394,7 +390,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path, monkeypatch):
+def test_invalid_input_is_reported(case, model_folder, tmp_path, monkeypatch):
     """Invalid input ends with one error message before any training."""
     monkeypatch.chdir(tmp_path)
     good = [{"anchor": f"a{i}", "positive": f"b{i}"} for i in range(16)]

@@ -72,7 +72,7 @@ def origins(sampler, sizes):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_batches_are_drawn_by_size_to_the_alpha(alpha):
+def test_sampling_is_proportional_to_size_power_alpha(alpha):
     """Datasets are sampled with probability proportional to size^alpha."""
     sizes = [900, 100, 3600]
     sampler, _ = mixture(sizes, alpha=alpha)
@@ -94,7 +94,7 @@ def test_batches_are_drawn_by_size_to_the_alpha(alpha):
         assert counts[index] / len(dataset_indices) == pytest.approx(p, abs=4 * error)
 
 
-def test_an_epoch_repeats_exactly_and_the_next_differs():
+def test_epochs_are_reproducible_and_differ():
     """An epoch has the same batches in every run, so that a run can be resumed."""
     sizes = [40, 40]
     mixture_sampler = mixture(sizes, alpha=0.5)[0]
@@ -113,7 +113,7 @@ def test_an_epoch_repeats_exactly_and_the_next_differs():
     assert row_orders[0] != row_orders[1], "two epochs have the same order of rows"
 
 
-def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
+def test_small_dataset_is_exhausted_before_it_repeats():
     """Each repetition of a small dataset contains all of its rows, in another order."""
     sizes = [200, 8]
     sampler, _ = mixture(sizes, alpha=0.0)
@@ -125,7 +125,7 @@ def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
     assert len(set(rounds)) > 1, "every round has the same order"
 
 
-def test_the_processes_of_a_step_share_a_data_set():
+def test_processes_sample_from_the_same_dataset_per_step():
     """The batches of all processes in a step are from the same dataset."""
     sizes = [64, 64, 64]
     sampler, _ = mixture(sizes, alpha=0.5, group=4)
@@ -143,7 +143,7 @@ def test_batch_texts_counts_every_column():
         assert sampler.batch_size == rows
 
 
-def test_every_batch_reaches_a_process_whatever_its_size():
+def test_batches_of_all_sizes_are_sharded_across_processes():
     """Batches of all sizes reach the processes.
 
     accelerate drops batches whose size differs from the `batch_size` of the sampler, but datasets
@@ -168,7 +168,7 @@ def test_every_batch_reaches_a_process_whatever_its_size():
     assert [batch for step in zip(*shards) for batch in step] == list(sampler)
 
 
-def test_a_batch_that_cannot_be_found_is_refused():
+def test_batch_without_enough_distinct_rows_is_refused():
     """A batch has no two rows with the same text.
 
     The positive of one row would otherwise be a negative of the other row. Here two rows have the
@@ -194,13 +194,13 @@ ROWS = {
 
 
 @pytest.mark.parametrize("path", ROWS)
-def test_a_path_leads_into_the_row(path):
+def test_lookup(path):
     """Check that `lookup` finds the value at a path, or returns None."""
     row, expected = ROWS[path]
     assert lookup(row, path) == expected
 
 
-def test_rows_become_examples_with_as_many_negatives_each():
+def test_examples_have_equal_numbers_of_negatives():
     """All examples of a dataset have the same number of negatives."""
     source = PairSource(
         name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3
@@ -244,7 +244,7 @@ def test_rows_that_are_left_out_are_logged(tmp_path, caplog, place):
     assert message in caplog.messages
 
 
-def test_the_recipe_of_the_paper():
+def test_recipe_matches_the_paper():
     """The recipe has the datasets and the hyperparameters of the paper."""
     argv = [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
     options, training = parse(argv)
@@ -308,7 +308,7 @@ SHAPES = {
 }
 
 
-def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
+def test_recipe_paths_match_dataset_columns(tmp_path):
     """The paths of the recipe find the anchors, positives and negatives of each dataset."""
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
     # These two datasets have the layout of MTEB: queries, corpus and relevance judgments.
@@ -326,7 +326,7 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
         assert (count > 0) == ("N" in json.dumps(row)), f"{name} has {count} negatives"
 
 
-def test_judgments_queries_and_corpus_become_pairs(tmp_path):
+def test_mteb_retrieval_layout_becomes_pairs(tmp_path):
     """Check MTEB's retrieval layout on the Hub: three subsets, joined by their ids."""
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n"
@@ -363,7 +363,7 @@ def mixture_of(argv):
     return build_mixture(options, training, sources), options, training
 
 
-def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
+def test_instructions_are_prepended_to_queries_only(model_folder, triplets, pairs, tmp_path):
     """Instructions are prepended to the queries, and not to the positives.
 
     The trainer of sentence-transformers adds the name of the dataset to each row if there are
@@ -401,7 +401,7 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     assert sampled_datasets == {"animals", "things"}, "a dataset was not sampled"
 
 
-def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
+def test_instructions_from_file(model_folder, triplets, pairs, tmp_path):
     """`--instructions` replaces `--instruction`; an empty text means no instruction."""
     instructions = {"triplets": "Find the animal: its color.", "pairs": ""}
     path = tmp_path / "instructions.yaml"
@@ -418,7 +418,7 @@ def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
         mixture_of(argv)
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path):
+def test_changed_file_is_read_again(tmp_path):
     """The `datasets` library caches the rows of a file, also if the file changes."""
     path = tmp_path / "faq.csv"
     rows = "".join(f'"question, {i}",answer {i}\n' for i in range(9))

@@ -92,7 +92,7 @@ def test_row_0_of_learned_positions_is_padding():
     assert derived_fields(tensors)["max_position_embeddings"] == 128
 
 
-def test_heads_must_be_given_when_64_does_not_divide(tmp_path, without_proof):
+def test_num_attention_heads_is_required_if_not_derivable(tmp_path, without_proof):
     """Check that `num_attention_heads` is required if the hidden size is no multiple of 64.
 
     Otherwise the number of heads is derived with the published head size of 64.
@@ -108,7 +108,7 @@ def test_heads_must_be_given_when_64_does_not_divide(tmp_path, without_proof):
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_attention_heads == 4
 
 
-def test_a_given_configuration_replaces_the_one_beside_the_checkpoint(
+def test_config_option_replaces_the_config_of_the_checkpoint(
     tmp_path, model, tiny_config, without_proof
 ):
     """Check that the file of `--config` is not merged with the one next to the checkpoint.
@@ -150,7 +150,7 @@ def test_dtypes(tmp_path, checkpoint, model, without_proof, dtype):
         (torch.float64, torch.float64, torch.float32),
     ],
 )
-def test_own_dtype_is_kept_and_mixed_ones_become_float32(
+def test_dtype_is_kept_and_mixed_dtypes_become_float32(
     tmp_path, model, tiny_config, without_proof, capsys, bias, others, expected
 ):
     """Without `--dtype`, a checkpoint keeps its dtype, and one with several dtypes gets float32.
@@ -233,7 +233,9 @@ def unchanged(state):
     ],
     ids=range(17),
 )
-def test_refused(tmp_path, model, tiny_config, change, fields, options, message):
+def test_inconsistent_checkpoints_are_rejected(
+    tmp_path, model, tiny_config, change, fields, options, message
+):
     """Check that a checkpoint that does not fit its configuration is rejected.
 
     The message is short and printable, although it quotes names of an untrusted file, and nothing
@@ -262,14 +264,14 @@ def test_refused(tmp_path, model, tiny_config, change, fields, options, message)
         ({"id2label": ["x", "y", "z"]}, "must map the numbers from 0 on to names"),
     ],
 )
-def test_labels_that_cannot_be(tiny_config, fields, message):
+def test_invalid_labels_are_rejected(tiny_config, fields, message):
     """Check that invalid labels, or a wrong number of labels, raise an error."""
     config = NeoBERTConfig(**tiny_config, num_labels=3)
     with pytest.raises(UserError, match=message):
         plan(NeoBERTForSequenceClassification(config).state_dict(), {**tiny_config, **fields})
 
 
-def test_labels_in_another_order_keep_their_numbers(tiny_config):
+def test_labels_keep_their_ids_if_keys_are_sorted_as_text(tiny_config):
     """Labels keep their ids if the keys of `id2label` are sorted as text: 0, 1, 10, 11, 2, ...
 
     `label2id` is derived from `id2label`, and a contradicting one in the file is ignored.

@@ -20,7 +20,7 @@ from neobert.common.errors import UserError
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, golden, tokenizer_dir):
+def test_convert_end_to_end(tmp_path, golden, tokenizer_dir):
     """Check that convert_checkpoint.py converts the golden weights to a loadable, sharded model.
 
     PYTHONPATH is not set, as in a clone that is not installed.

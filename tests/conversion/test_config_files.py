@@ -27,7 +27,7 @@ def test_hydra_configuration(run):
     assert NeoBERTConfig(num_attention_heads=4, **fields).max_position_embeddings == 128
 
 
-def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenizer(tmp_path):
+def test_precedence_of_config_sections(tmp_path):
     """Check the precedence of `model` over the top level, and of the top level over `tokenizer`.
 
     A field that is null does not take precedence. Of the tokenizer's section, only the vocabulary
@@ -46,7 +46,7 @@ def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenize
     }
 
 
-def test_configurations_of_strangers_are_not_taken(run, tmp_path):
+def test_config_above_the_run_is_ignored(run, tmp_path):
     """A configuration in the directory above the run does not belong to the run."""
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
     assert find_config(open_checkpoint(run, 9).folders)[1]["hidden_size"] == 64
@@ -74,7 +74,7 @@ def test_bad_configurations(tmp_path, name, text, message):
         read_config(tmp_path / name)
 
 
-def test_config_that_is_no_file(tmp_path):
+def test_config_path_is_missing_or_a_directory(tmp_path):
     """Check the errors about a directory and a missing file."""
     for path in (tmp_path, tmp_path / "none.yaml"):
         with pytest.raises(UserError, match="not a file|no file"):

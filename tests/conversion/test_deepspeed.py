@@ -54,7 +54,7 @@ def test_zero_master_weights(distributed, name):
 
 
 @needs_deepspeed
-def test_zero_1_frozen_weight_is_the_one_of_the_model(distributed):
+def test_zero_1_frozen_weight_is_read_in_bfloat16(distributed):
     """Check the frozen weight of stage 1, for which the test above has no reference.
 
     The weight is stored in bfloat16, because it has no master weight in the optimizer.
@@ -178,7 +178,7 @@ MODEL = "*model_states*"
     ],
     ids=range(8),
 )
-def test_shards_that_do_not_belong_together_or_are_damaged(run, names, pattern, change, message):
+def test_inconsistent_or_damaged_shards_are_rejected(run, names, pattern, change, message):
     """Check that shards of different steps, stages or sizes are not combined.
 
     `names` contains the ZeRO stages whose checkpoints are changed.
@@ -236,7 +236,7 @@ def test_a_parameter_under_two_names_is_one_tensor(run):
 
 
 @needs_deepspeed
-def test_two_files_of_one_rank_and_tensor_parallelism(run):
+def test_duplicate_ranks_and_tensor_parallelism_are_rejected(run):
     """Check that two files of one rank, and files of tensor parallelism, are rejected."""
     folder = run("zero1").path / "10"
     shard = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -258,7 +258,7 @@ class _Member:
         return getattr, (argparse.Namespace, "gradients")
 
 
-def test_a_stage_saved_by_an_older_python(tmp_path):
+def test_zero_stage_pickled_by_an_older_python(tmp_path):
     """Check that the ZeRO stage is read from a pickled call of `getattr`, without the call.
 
     The call would fail, because the class in the pickle has no attribute `gradients`.

@@ -115,7 +115,7 @@ def test_the_unchanged_metadata_is_read(change, distributed):
     )
 
 
-def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
+def test_flipped_bit_is_detected(distributed, tmp_path):
     """Check that a single flipped bit in the values of a part is detected by its checksum."""
     run = shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
     weight = load_file(distributed / "fsdp.safetensors")[NAME.removeprefix("model.")]
@@ -126,7 +126,7 @@ def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
         open_checkpoint(run)
 
 
-def test_whole_tensors_of_one_process(tmp_path):
+def test_unsharded_tensors_of_one_process(tmp_path):
     """Check that unsharded tensors are read, and the optimizer and schedulers are omitted."""
     state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
     rates = {name: {"rate": torch.ones(1)} for name in ("lr_scheduler", "scheduler")}

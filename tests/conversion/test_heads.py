@@ -29,7 +29,7 @@ def test_the_table_has_every_head_of_the_model():
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_prefixes_are_those_of_the_model(head, tiny_config):
+def test_prefixes_match_the_tensors_of_the_model(head, tiny_config):
     """Check the prefixes of each head against the names of the tensors in its model class."""
     with torch.device("meta"):
         names = head.model_class(NeoBERTConfig(**tiny_config)).state_dict()
@@ -107,9 +107,7 @@ def names(*prefixes):
         (("qa_outputs.",), [], "question-answering"),
     ],
 )
-def test_the_tensors_decide_and_the_configuration_where_they_cannot(
-    prefixes, architectures, option
-):
+def test_head_is_chosen_from_tensors_then_architectures(prefixes, architectures, option):
     """Check the head that is chosen from tensors and `architectures`.
 
     A contradicting `architectures` is ignored. The field decides only between heads with the same
@@ -122,7 +120,7 @@ def test_the_tensors_decide_and_the_configuration_where_they_cannot(
 @pytest.mark.parametrize(
     "prefixes", [("dense.",), ("decoder.", "qa_outputs."), ("classifier.", "qa_outputs.")]
 )
-def test_tensors_of_no_head_or_several(prefixes):
+def test_ambiguous_tensors_require_the_head_option(prefixes):
     """Ambiguous tensors require `--head`. Tensors of other heads are then returned as unused."""
     with pytest.raises(UserError, match=r"tensors of one head, got .*\. Choose --head"):
         choose_head(names(*prefixes))
@@ -139,7 +137,9 @@ def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, ca
     assert "left out for --head base: decoder.bias, decoder.weight" in caplog.text
 
 
-def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, without_proof):
+def test_classifier_with_decoder_requires_the_head_option(
+    tmp_path, model, tiny_config, without_proof
+):
     """Check that a checkpoint with a classifier and a decoder requires `--head`."""
     classifier = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=5))
     state = {**model.state_dict(), **classifier.state_dict()}
@@ -156,5 +156,5 @@ def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, with
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5
 
 
-def test_the_values_of_the_option_are_the_rows_of_the_table():
+def test_head_option_choices_match_the_table():
     assert get_args(HeadName) == tuple(HEADS)

@@ -86,7 +86,7 @@ OPTIONS = ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"]
     ],
     ids=["unknown", "of the source's card", "options", "damaged card"],
 )
-def test_license_and_base_model_are_those_that_are_known(
+def test_license_and_base_model_in_the_model_card(
     tmp_path, checkpoint, without_proof, card, options, license, base
 ):
     """Check the license and the base model in the metadata of the model card.
@@ -101,7 +101,7 @@ def test_license_and_base_model_are_those_that_are_known(
     assert metadata.get("base_model_relation") == (base and "finetune")
 
 
-def test_an_encoder_with_pooling_is_for_similarity(tmp_path, tiny_config, without_proof):
+def test_model_card_of_an_encoder_with_pooling(tmp_path, tiny_config, without_proof):
     """Check the task and the library of a base model with pooling in the model card."""
     model = NeoBERTModel(NeoBERTConfig(**{**tiny_config, "vocab_size": 30522}))
     source = save(tmp_path / "run", model.state_dict(), **{**tiny_config, "vocab_size": 30522})
@@ -125,7 +125,7 @@ def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proo
     assert converted == saved, "config.json differs from what save_pretrained writes"
 
 
-def test_names_of_strangers_stay_text_in_the_model_card(
+def test_untrusted_names_are_escaped_in_the_model_card(
     tmp_path, model, tiny_config, without_proof, capsys, caplog
 ):
     """Check that names of omitted tensors are neither HTML nor Markdown in the model card.
@@ -154,7 +154,7 @@ def test_names_of_strangers_stay_text_in_the_model_card(
 
 
 @pytest.mark.parametrize("name", ['a"; import os; os.system("x")  #', "a\\", "a\nb", "\udc80"])
-def test_names_of_folders_stay_text_in_python(tmp_path, checkpoint, without_proof, name):
+def test_output_name_cannot_inject_python_code(tmp_path, checkpoint, without_proof, name):
     """Check that the name of the output cannot add statements to the Python code in the card."""
     import ast
 

@@ -23,13 +23,13 @@ WRAPPERS = "", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.m
 
 
 @pytest.mark.parametrize("prefix", WRAPPERS)
-def test_prefixes_of_wrappers_come_off(tmp_path, model, prefix):
+def test_wrapper_prefixes_are_removed(tmp_path, model, prefix):
     """Check that the prefixes of DDP and torch.compile are removed from the names."""
     state = model.state_dict()
     assert_same(saved(tmp_path, {prefix + name: state[name] for name in state}), state)
 
 
-def test_compiled_blocks_inside_the_model(tmp_path, model):
+def test_prefix_of_a_compiled_layer_is_removed(tmp_path, model):
     """Check that the prefix of a compiled layer is removed within a name."""
     state = model.state_dict()
     renamed = {name.replace("encoder.0.", "encoder.0._orig_mod."): state[name] for name in state}
@@ -37,7 +37,7 @@ def test_compiled_blocks_inside_the_model(tmp_path, model):
     assert_same(saved(tmp_path, renamed), state)
 
 
-def test_bare_backbone_gets_its_prefix(tmp_path, model):
+def test_model_prefix_is_added_to_a_backbone(tmp_path, model):
     """Check that `model.` is added to the names of a backbone, but not to those of a head."""
     state = model.model.state_dict()
     expected = {f"model.{name}": state[name] for name in state}
@@ -46,7 +46,7 @@ def test_bare_backbone_gets_its_prefix(tmp_path, model):
     assert_same(saved(tmp_path, {**state, **heads}), expected | heads)
 
 
-def test_computed_tables_of_old_code_are_not_weights(tmp_path, model):
+def test_computed_buffers_are_omitted(tmp_path, model):
     """Check that buffers with computed tables, which older code saved, are omitted."""
     computed = {
         "model.freqs_cis": torch.zeros(4, dtype=torch.complex64),
@@ -104,7 +104,7 @@ def value(path, step=None):
     return open_checkpoint(path, step).tensors["model.encoder.weight"].item()
 
 
-def test_steps(run):
+def test_step_selection(run):
     """Check that a run is opened at a step, at the step in `latest`, or at the highest one."""
     assert value(run) == 10, "without the file `latest`, the highest step must be selected"
     assert value(run, 2) == 2
@@ -126,7 +126,7 @@ def test_steps(run):
         find_step(run, 2)
 
 
-def test_a_step_in_the_folder_of_a_step(run):
+def test_nested_step_directories(run):
     """Check the selection between a step and the steps inside its directory.
 
     Without `--step`, the directory itself is read. With `--step`, a step inside takes precedence.
@@ -141,7 +141,7 @@ def test_a_step_in_the_folder_of_a_step(run):
 
 
 @pytest.mark.parametrize("content", ["..", "9/../..", "/etc", ""])
-def test_a_pointer_elsewhere_is_not_followed(run, content):
+def test_latest_cannot_refer_outside_its_directory(run, content):
     """Check that the file `latest` cannot refer to a path outside its directory."""
     torch.save({"encoder.weight": torch.full((1,), -1.0)}, run / "state_dict.pt")
     (run / "model_checkpoints" / "latest").write_text(content)

@@ -19,7 +19,7 @@ from neobert.common.commands import guarded
 from neobert.conversion.command import main as convert
 
 
-def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeypatch):
+def test_error_is_one_line_with_optional_traceback(tmp_path, capsys, monkeypatch):
     """An error is one line, and NEOBERT_DEBUG=1 prints the traceback before it.
 
     Control characters in the name of the checkpoint are escaped.
@@ -51,7 +51,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeyp
         (["/nowhere", "b"], "PROG: there is no file /nowhere.\n"),
     ],
 )
-def test_both_say_the_same(capsys, arguments, output):
+def test_script_and_command_print_the_same_errors(capsys, arguments, output):
     """Check that both print the same message, each with its own name.
 
     The script is not started. Its function runs in this process instead, which is faster.

@@ -61,7 +61,7 @@ def change(folder, **settings):
 # Selection and vocabulary size
 
 
-def test_which_tokenizer(tmp_path, tokenizer_dir):
+def test_precedence_of_tokenizers(tmp_path, tokenizer_dir):
     """Check that `--tokenizer`, the checkpoint and the bundled tokenizer are used in this order."""
     shutil.copytree(tokenizer_dir, tmp_path / "run")
     assert find_tokenizer(None, [tmp_path / "run" / "none", tmp_path / "run"]) == tmp_path / "run"
@@ -74,7 +74,7 @@ def test_which_tokenizer(tmp_path, tokenizer_dir):
 
 
 @pytest.mark.parametrize("rows", [30522, 30528, 30592, 30720, 30521, 30523, 31000])
-def test_vocabulary_rows_against_the_tokenizer(rows):
+def test_embedding_rows_must_fit_the_tokenizer(rows):
     """The embedding has 30,522 rows, or this number rounded up to a multiple of 8, 16, ... 512.
 
     Other numbers of rows raise an error.
@@ -90,7 +90,7 @@ def test_vocabulary_rows_against_the_tokenizer(rows):
 @pytest.mark.parametrize(
     "files", [("tokenizer.json",), ("vocab.txt",), ("tokenizer.json", "tokenizer_config.json")]
 )
-def test_parts_of_a_tokenizer_are_enough(small, write, files):
+def test_tokenizer_is_loaded_from_some_of_its_files(small, write, files):
     """Check that a tokenizer is loaded if only some of its files exist."""
     for path in list(small.iterdir()):
         if path.name not in files:
@@ -99,7 +99,7 @@ def test_parts_of_a_tokenizer_are_enough(small, write, files):
     assert written("nest a b")["input_ids"] == [2, 23, 5, 6, 3]
 
 
-def test_ids_with_gaps_stay(small, write):
+def test_ids_with_gaps_are_kept(small, write):
     """Check that a tokenizer whose ids have gaps keeps them, and is written without a vocab.txt.
 
     The id of a token in vocab.txt is the number of its line, so the file would change the ids above
@@ -120,7 +120,7 @@ def test_ids_with_gaps_stay(small, write):
         write(small, rows=24)
 
 
-def test_a_tokenizer_of_another_kind(tmp_path, write):
+def test_byte_level_bpe_tokenizer(tmp_path, write):
     """Check that a byte-level BPE tokenizer is written without a vocab.txt and BERT's class."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -154,7 +154,7 @@ def test_a_tokenizer_of_another_kind(tmp_path, write):
 # Untrusted files
 
 
-def test_no_code_or_path_of_a_tokenizer_comes_along(
+def test_code_and_paths_of_a_tokenizer_are_not_copied(
     tmp_path, tiny_config, tokenizer_dir, without_proof
 ):
     """Check that code, paths and chat templates of the source are not copied.
@@ -197,7 +197,7 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(
         ({"model_max_length": "long"}, False),
     ],
 )
-def test_settings_of_any_type(small, write, settings, is_read):
+def test_settings_of_unexpected_types(small, write, settings, is_read):
     """Check that settings of an unexpected type are accepted or raise a `UserError`."""
     change(small, **settings)
     if not is_read:
@@ -224,7 +224,7 @@ def test_damaged_files(small, write, name, content, message):
     assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
-def test_the_proof_catches_another_tokenizer(tokenizer_dir, write, monkeypatch):
+def test_different_tokenization_is_detected(tokenizer_dir, write, monkeypatch):
     """Check that a written tokenizer that splits text differently than its source is detected."""
     original = tokenizer._write
 

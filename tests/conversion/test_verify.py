@@ -22,7 +22,7 @@ from neobert.conversion.architecture import plan
     "spoil",
     [lambda x: x * float("nan"), lambda x: x[..., :-1], lambda x: x[:, :-1], lambda x: x + 1e-3],
 )
-def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, monkeypatch, spoil):
+def test_differing_outputs_are_detected(tmp_path, model, tiny_config, monkeypatch, spoil):
     """Check that NaN, missing outputs and a difference of 0.001 are detected."""
     conversion = plan(model.state_dict(), tiny_config)
     logits = model(**verify.random_inputs(conversion)).logits.detach()
@@ -49,7 +49,7 @@ def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, 
     "head, auto",
     [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")],
 )
-def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, caplog, head, auto):
+def test_ablation_m0_heads_are_verified_in_bfloat16(tmp_path, golden, capsys, caplog, head, auto):
     """Check the conversion and verification of ablation M0 in bfloat16.
 
     The model has learned positions, LayerNorm and GELU, which are derived from the tensors. The
@@ -93,7 +93,7 @@ def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, caplog, he
     assert (output - expected_output).abs().max() < 0.05 * expected_output.abs().max()
 
 
-def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
+def test_folder_that_fails_verification_is_removed(tmp_path, checkpoint, monkeypatch):
     """Check that a folder with a wrong weight, or with code that fails to import, is removed."""
     original = hub_folder.write_weights
     name = "model.transformer_encoder.1.wo.weight"
@@ -132,7 +132,9 @@ FOLDER = "import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"
     ],
     ids=["killed", "error", "folder"],
 )
-def test_a_process_that_fails(tmp_path, monkeypatch, reload_in_a_process, code, message):
+def test_failed_verification_process_is_reported(
+    tmp_path, monkeypatch, reload_in_a_process, code, message
+):
     """Check the message about a process that is killed or raises an error.
 
     The process runs in the scratch directory, so that no files are left elsewhere.

@@ -52,7 +52,7 @@ def state():
 
 
 @pytest.mark.parametrize("form", ["zip", "old", "without checksums"])
-def test_every_tensor_bit_for_bit(tmp_path, state, form):
+def test_tensors_are_read_bit_for_bit(tmp_path, state, form):
     """Check all tensors in the zip format, in the older format, and without checksums."""
     if form == "old":
         # With `weights_only=True`, torch cannot load uint16 from the old format.
@@ -78,14 +78,14 @@ def test_state_dict_below_a_key(tmp_path, state, key):
     assert torch_tensors(tmp_path / "a.pt").keys() == state.keys()
 
 
-def test_settings_below_the_name_of_a_model_are_not_its_weights(tmp_path):
+def test_settings_under_the_model_key_are_not_weights(tmp_path):
     """Settings below the key `model` do not hide the weights below `state_dict`."""
     content = {"model": {"hidden_size": 64}, "state_dict": {"a": torch.ones(2)}}
     torch.save(content, tmp_path / "a.pt")
     assert list(torch_tensors(tmp_path / "a.pt")) == ["a"]
 
 
-def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_path):
+def test_other_objects_next_to_weights_are_accepted(tmp_path):
     """Check that arguments, random states and other objects beside the weights are accepted.
 
     No object of their classes is created. The reader replaces them by `StandIn`.
@@ -106,7 +106,7 @@ def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_
 
 
 @pytest.mark.parametrize("form", ["zip", "old"])
-def test_truncated_anywhere(tmp_path, state, form):
+def test_truncated_torch_file(tmp_path, state, form):
     """Check that a file that is truncated at any position raises a `UserError`."""
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=form == "zip")
     data = (tmp_path / "a.pt").read_bytes()
@@ -117,7 +117,7 @@ def test_truncated_anywhere(tmp_path, state, form):
             torch_tensors(tmp_path / "a.pt")
 
 
-def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
+def test_flipped_bit_is_detected(tmp_path):
     """Check that a flipped bit in a weight is detected, which torch does not do."""
     weight = torch.randn(100)
     torch.save({"a": weight, "b": torch.ones(3)}, tmp_path / "a.pt")
@@ -129,7 +129,7 @@ def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
-def test_packed_anew(tmp_path, compression):
+def test_repacked_archive(tmp_path, compression):
     """Check that a repacked archive is read without compression, and rejected with compression.
 
     torch would memory-map the compressed bytes as weights.
@@ -157,7 +157,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_without_plain_numbers(tmp_path, tensor):
+def test_sparse_and_expanded_tensors_are_rejected(tmp_path, tensor):
     """Check that sparse and expanded tensors are rejected, and their names are escaped."""
     torch.save({"a": torch.ones(2), "model.x\x1b": tensor()}, tmp_path / "a.pt")
     with pytest.raises(UserError, match=r"model.x\\x1b in .* must be a plain tensor, got"):
@@ -239,7 +239,7 @@ def test_malicious_pickle_does_not_run(tmp_path, kind):
     assert len(str(error.value).splitlines()) == 1, "the message has more than one line"
 
 
-def test_the_malicious_pickle_would_run(tmp_path):
+def test_malicious_pickle_runs_without_weights_only(tmp_path):
     """Check that the pickle executes code without `weights_only`, so the test above is valid."""
     torch.save({"b": _Touch(tmp_path / "proof")}, tmp_path / "a.pt")
     torch.load(tmp_path / "a.pt", weights_only=False)
@@ -271,7 +271,7 @@ def test_sharded_torch_files(tmp_path, model):
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.999])
-def test_truncated(tmp_path, model, kept):
+def test_truncated_safetensors_file(tmp_path, model, kept):
     """Check that a safetensors file is rejected if only a fraction of its bytes remains."""
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path)
@@ -280,7 +280,7 @@ def test_truncated(tmp_path, model, kept):
         open_checkpoint(tmp_path)
 
 
-def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
+def test_missing_duplicate_and_incomplete_shards(tmp_path, model):
     """Check the errors about a duplicate tensor, a missing tensor and a missing shard."""
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
@@ -312,7 +312,7 @@ def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
     ],
 )
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-def test_index_files(tmp_path, name, content, message):
+def test_invalid_index_files(tmp_path, name, content, message):
     """Check that an invalid index, or one with files outside its directory, is rejected."""
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / name).write_text(text)

@@ -149,7 +149,7 @@ def unit(*shape):
     return torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
 
 
-def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
+def test_similarity_loss_is_kl_divergence_without_diagonal():
     """The loss does not compare a text with itself, whose similarity is always 1."""
     student, teacher = unit(5, 8), unit(5, 6)
 
@@ -167,7 +167,7 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
     assert similarity_loss(teacher, teacher, 0.1).abs() < 1e-6
 
 
-def test_candidates_are_the_nearest_and_of_every_degree():
+def test_candidates_are_nearest_evenly_spaced_and_random():
     """Check the candidates: the nearest texts, texts at evenly spaced scores, and random texts."""
     scores = torch.linspace(-0.2, 0.9, 500)[torch.randperm(500)].repeat(2, 1)
     # The score of a hidden text is -2.
@@ -212,7 +212,7 @@ def test_memory_bank_loss_is_the_kl_divergence_over_the_candidates():
     assert memory_bank_loss(teacher, teacher, bank, 0.1, hidden).abs() < 1e-6
 
 
-def test_losses_are_weighted_sums_of_their_formulas():
+def test_losses_are_scaled_by_their_weights():
     """Each loss is its formula times its weight, computed on normalized embeddings."""
     student = unit(4, 8)
     all_embeddings = unit(6, 8)
@@ -246,7 +246,7 @@ def test_losses_are_weighted_sums_of_their_formulas():
     torch.testing.assert_close(losses["memory_bank"], expected)
 
 
-def test_levels_cover_the_range_of_the_visible_scores():
+def test_spread_candidates_cover_visible_score_range():
     """The levels start at the lowest visible score, because the text itself is hidden."""
     scores = torch.linspace(-0.4, 0.9, 2000).repeat(3, 1)
     scores[:, 77] = -2
@@ -282,7 +282,7 @@ def test_validation_texts_are_held_out_by_default(tmp_path):
     assert len(texts.train) + len(texts.validation) == 3000
 
 
-def test_shares_and_held_out_texts_are_independent(tmp_path):
+def test_share_is_independent_of_validation_split(tmp_path):
     """`share` and the split use independent hashes.
 
     With the same hash, all or none of the sampled texts would be validation texts.
@@ -305,7 +305,7 @@ def test_held_out_texts_do_not_depend_on_the_order_of_the_file(tmp_path):
     assert validation_texts[0] == validation_texts[1] and len(validation_texts[0]) == 10
 
 
-def test_one_long_row_does_not_shrink_the_others(teacher):
+def test_outlier_row_does_not_shrink_other_embeddings(teacher):
     """One very long row of the table does not shorten all other rows after the normalization.
 
     Column 7 has the lowest norm, so it stores the value that gives a row length 1. That value
@@ -337,7 +337,7 @@ def test_the_default_student_has_half_of_the_layers(teacher):
     assert not starts_from_teacher(*loaded, encoder)
 
 
-def test_a_student_that_learned_nothing_is_reported():
+def test_warning_for_unimproved_student():
     """A warning reports a student that is no better than its start, or unlike its teacher."""
 
     def warning_for(start, student, **student_metrics):
@@ -366,7 +366,7 @@ def test_a_student_that_learned_nothing_is_reported():
     assert comparison_warning(narrow) is None
 
 
-def test_tensorboard_logs_outlive_the_checkpoints(tmp_path):
+def test_tensorboard_logs_are_kept_when_checkpoints_are_removed(tmp_path):
     """The TensorBoard logs are moved to the output before the checkpoints are removed."""
     log = tmp_path / "checkpoints" / "runs" / "Nov25" / "events.out"
     log.parent.mkdir(parents=True)
@@ -378,7 +378,7 @@ def test_tensorboard_logs_outlive_the_checkpoints(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_agreement_is_one_with_itself_and_sees_order_alone():
+def test_agreement_metrics():
     """Identical embeddings agree with 1, and the Spearman metric depends on similarities only."""
     embeddings = np.random.default_rng(0).normal(size=(40, 8))
     same = agreement(embeddings * 2, embeddings)
@@ -400,7 +400,7 @@ def test_agreement_is_one_with_itself_and_sees_order_alone():
 # data
 
 
-def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
+def test_texts_are_deduplicated_and_split_by_hash(tmp_path):
     """Every distinct text is in one split, and other sources have no training texts."""
     first = tmp_path / "a.txt"
     second = tmp_path / "b.txt"
@@ -423,7 +423,7 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
     )
 
 
-def test_a_share_takes_the_same_rows_again(tmp_path):
+def test_share_samples_the_same_rows_in_every_run(tmp_path):
     """`share` samples the same rows in every run, and complete rows if several columns are read."""
     rows = [{"a": f"title {i}", "b": f"text {i}"} for i in range(1000)] + [{"a": "x", "b": " "}]
     write_jsonl(tmp_path / "p.jsonl", rows)
@@ -470,7 +470,7 @@ class CountingTeacher:
         return np.array([[len(text), 1.0] for text in texts])
 
 
-def test_teacher_vectors_are_computed_once_and_go_on_after_an_interruption(tmp_path, monkeypatch):
+def test_teacher_embeddings_resume_after_interruption(tmp_path, monkeypatch):
     """The teacher's embeddings are stored in chunks, so an interrupted run resumes."""
     monkeypatch.setattr("neobert.distillation.data.CHUNK_SIZE", 10)
     texts = ["x" * i for i in range(1, 26)]
@@ -488,7 +488,7 @@ def test_teacher_vectors_are_computed_once_and_go_on_after_an_interruption(tmp_p
     assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
 
 
-def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
+def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):
     """Runs share stored embeddings only for the same texts, teacher and maximum length."""
 
     def count_stored_files(length, texts):
@@ -536,7 +536,7 @@ def test_the_student_mirrors_the_teachers_modules(teacher):
         assert student.encode(["a cat"]).shape == (1, 32)
 
 
-def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
+def test_narrow_student_keeps_its_projection(teacher, tmp_path):
     """A second run starts from the Dense module of the first one.
 
     A new random map would discard what the first run has learned.
@@ -560,7 +560,7 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "the map of another size was reused"
 
 
-def test_a_token_alone_stands_between_the_special_tokens(teacher):
+def test_single_token_embeddings_include_special_tokens(teacher):
     """The embedding of a single token equals that of its text, with [CLS] and [SEP] around it."""
     encoder = PackedEncoder(teacher, dtype="float32", device="cpu", max_length=32)
     embeddings = embed_single_tokens(encoder, 3000)
@@ -570,7 +570,7 @@ def test_a_token_alone_stands_between_the_special_tokens(teacher):
     np.testing.assert_allclose(embeddings[[1999, 2500, 2999]], expected, atol=1e-5)
 
 
-def test_the_table_is_the_ridge_regression_of_bags_of_words():
+def test_token_embeddings_are_the_ridge_regression_solution():
     """Check the token embeddings against the closed form of the ridge regression."""
     generator = np.random.default_rng(0)
     tokens = [generator.integers(12, size=generator.integers(2, 9)) for _ in range(300)]
@@ -602,7 +602,7 @@ def student_and_expected_embedding(student, table, text):
     return student.encode(text), expected.numpy()
 
 
-def test_a_student_begins_as_the_mean_of_rows_that_keep_their_lengths(teacher):
+def test_initial_student_is_the_mean_of_token_embeddings(teacher):
     """The student starts as the mean of the table's rows, although NeoBERT normalizes its output.
 
     The rows get length 1 by a spare coordinate, which the last norm drops. This preserves the ratio
@@ -634,7 +634,7 @@ def test_a_student_begins_as_the_mean_of_rows_that_keep_their_lengths(teacher):
     assert 0.95 < embedding @ expected < 0.99999
 
 
-def test_a_narrow_student_begins_with_the_principal_components(teacher):
+def test_narrow_student_starts_from_principal_components(teacher):
     """A student with a smaller hidden size starts with the principal components of the table."""
     encoder = SentenceTransformer(teacher, device="cpu")
     # The table has rank 15, except for noise, so 16 components describe it.
@@ -687,7 +687,7 @@ def finished(tmp_path_factory, teacher, files):
     return folder / "student", json.loads((folder / "student" / "figures.json").read_text())
 
 
-def test_the_student_comes_nearer_to_its_teacher(finished):
+def test_training_increases_agreement_with_the_teacher(finished):
     """The agreement with the teacher increases, and the total loss is the sum of its parts."""
     _, figures = finished
     first, last = figures["agreement"][0], figures["agreement"][-1]
@@ -708,7 +708,7 @@ def test_the_student_comes_nearer_to_its_teacher(finished):
     )
 
 
-def test_the_folder_is_complete_and_small(finished):
+def test_output_files_dtypes_and_model_card(finished):
     """The output contains all files, weights of the requested dtypes, and a model card."""
     folder, figures = finished
     names = "modeling_neobert.py attention_neobert.py configuration_neobert.py tokenizer.json"
@@ -750,7 +750,7 @@ def test_the_channels_of_a_saved_student_are_balanced(finished):
         assert (factors == 1).float().mean() > 0.8 and factors.log2().abs().max() <= 1
 
 
-def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatch):
+def test_training_does_not_process_padding(tmp_path, teacher, files, monkeypatch):
     """The blocks process the non-padding tokens only, although the batches are padded."""
     rows_in_block = []
     token_counts = []
@@ -779,7 +779,7 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in token_counts) > sum(rows_in_block)
 
 
-def test_batches_are_a_function_of_the_seed_and_the_epoch():
+def test_batches_depend_on_seed_and_epoch():
     def batches(seed, epoch):
         sampler = ShuffledBatches(range(20), 8, True, seed=seed)
         sampler.set_epoch(epoch)
@@ -793,7 +793,7 @@ def test_batches_are_a_function_of_the_seed_and_the_epoch():
 
 
 @pytest.mark.slow
-def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
+def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, monkeypatch):
     """A run that is interrupted twice ends with the weights of an uninterrupted run.
 
     One interruption is before the first checkpoint and one after it. The resumed run samples the
@@ -844,9 +844,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    case, tmp_path, teacher, files, capsys, monkeypatch
-):
+def test_invalid_input_is_reported(case, tmp_path, teacher, files, capsys, monkeypatch):
     """Invalid input ends with one error message, and the output directory remains usable."""
     changes, expected = BAD[case]
     monkeypatch.chdir(tmp_path)
@@ -863,7 +861,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert {path.name for path in tmp_path.glob("student*/*")} <= {"run.json", ".lock"}
 
 
-def test_a_second_process_is_refused_before_texts_and_models_are_loaded(
+def test_output_is_locked_before_loading_data_and_models(
     tmp_path, teacher, files, capsys, monkeypatch
 ):
     """The output directory is locked before the texts and the models are loaded."""

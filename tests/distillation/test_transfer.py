@@ -80,7 +80,7 @@ def test_the_lowest_and_the_highest_layers_are_kept(count, kept, layers):
     assert choose_layers(count, kept) == layers
 
 
-def test_states_are_those_of_the_model():
+def test_teacher_layers_match_bert():
     """The layers of `TeacherLayers` compute the hidden states of the complete BERT."""
     model = bert()
     layers = TeacherLayers(encoder_of(model), [0, 1, 2])
@@ -113,7 +113,7 @@ def test_ridge_recovers_a_linear_map():
     torch.testing.assert_close(ridge(inputs, inputs @ weight.T), weight, atol=5e-3, rtol=5e-3)
 
 
-def test_rotated_heads_have_the_same_products():
+def test_order_by_energy_preserves_query_key_products():
     """`order_by_energy` preserves the products of queries and keys, and sorts their dimensions."""
     torch.manual_seed(0)
     query = torch.randn(4, 8, 32)
@@ -142,7 +142,7 @@ def test_the_nearest_length_is_the_least_squares_factor():
     assert unexplained_variance(scaled, [scaled[0] * 2]) < 1e-6
 
 
-def test_batches_have_one_length_and_stop_at_the_number_of_tokens():
+def test_equal_length_batches_stop_at_token_limit():
     generator = np.random.default_rng(0)
     tokens = [np.arange(n, dtype=np.int32) for n in generator.integers(3, 9, size=400)]
     batches = list(equal_lengths(tokens, 600, 64))
@@ -154,7 +154,7 @@ def test_batches_have_one_length_and_stop_at_the_number_of_tokens():
     assert sum(len(batch) for batch in all_batches) == 400
 
 
-def test_training_is_adam_with_relative_rates():
+def test_train_uses_adam_with_relative_learning_rates():
     """The learning rate is relative to the root mean square of a matrix, which is 10 here."""
     weight = torch.nn.Parameter(torch.full((2, 2), 10.0))
     train([weight], lambda number: weight.sum(), 3, 30, 0.01)
@@ -180,7 +180,7 @@ def transfer_of():
     return BlockTransfer(block, layers.layers[0], layers, stream, before, after)
 
 
-def test_queries_keys_and_values_are_fitted_per_head():
+def test_fitted_values_match_the_teacher():
     """The values in the interleaved rows of `qkv`, (H, 3, K), reproduce those of the teacher."""
     transfer = transfer_of()
     # The embeddings of the student lack the teacher's positions. The hidden states of the teacher
@@ -199,7 +199,7 @@ def test_queries_keys_and_values_are_fitted_per_head():
     assert error < 0.02
 
 
-def test_every_step_brings_the_block_nearer_to_the_layer():
+def test_every_transfer_step_reduces_the_error():
     """Each step of the transfer reduces the error, and attention training leaves the values."""
     transfer = transfer_of()
 
@@ -244,7 +244,7 @@ def test_the_attention_loss_is_the_kl_divergence():
 
 
 @pytest.mark.parametrize("inner", [24, 96, 144])
-def test_students_narrower_and_wider_than_the_teacher(inner):
+def test_initialization_with_other_feed_forward_sizes(inner):
     """Students with a smaller or larger feed-forward start with hidden states of the teacher."""
     model = bert()
     layers = TeacherLayers(encoder_of(model), [0, 2])
@@ -325,7 +325,7 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
     assert loaded.encode(["a cat"]).shape == (1, 32)
 
 
-def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
+def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypatch):
     """A second run with the same `--work` directory reads the blocks from there."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     work = ["--work", str(tmp_path / "work")]
@@ -372,7 +372,9 @@ def test_the_transfer_is_not_repeated(tmp_path, tokenizer_dir, monkeypatch):
         (["--embeddings-from-teacher"], "Pass one of them"),
     ],
 )
-def test_students_that_do_not_fit_are_refused(tmp_path, tokenizer_dir, capsys, options, message):
+def test_incompatible_student_options_are_refused(
+    tmp_path, tokenizer_dir, capsys, options, message
+):
     """Options that do not fit the teacher end with an error, and no model is written."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     assert distill(tmp_path, teacher, *options) == 2
@@ -380,7 +382,7 @@ def test_students_that_do_not_fit_are_refused(tmp_path, tokenizer_dir, capsys, o
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_options_that_contradict_are_refused(capsys):
+def test_contradictory_options_are_refused(capsys):
     for options, message in (
         (["--init-from-teacher", "--init-from", "model"], "Remove one of them"),
         (["--teacher-layers", "0"], "has no effect without --init-from-teacher"),
@@ -390,7 +392,7 @@ def test_options_that_contradict_are_refused(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_other_architectures_are_refused():
+def test_unsupported_teacher_architectures_are_refused():
     model = bert(hidden_act="relu")
     with pytest.raises(UserError, match="needs a BERT teacher with GELU and learned positions"):
         TeacherLayers(encoder_of(model), [0])
@@ -400,7 +402,7 @@ def test_other_architectures_are_refused():
 # benchmarks/pruned_teacher.py
 
 
-def test_the_layers_of_the_teacher_can_be_trained_themselves(tmp_path, tokenizer_dir):
+def test_pruned_teacher_training(tmp_path, tokenizer_dir):
     """The pruned teacher keeps layers 0 and 2, and its training improves its embeddings."""
     teacher = write_teacher(tmp_path, tokenizer_dir)
     options = ["--teacher-layers", "0", "2", "--freeze-embeddings", "--learning-rate", "1e-3"]
@@ -428,7 +430,7 @@ def test_the_layers_of_the_teacher_can_be_trained_themselves(tmp_path, tokenizer
     assert comparison["student"]["validation_cosine"] > comparison["start"]["validation_cosine"]
 
 
-def test_groups_of_one_length_give_the_embeddings_of_the_batch(tmp_path, tokenizer_dir):
+def test_forward_in_groups_matches_single_batch(tmp_path, tokenizer_dir):
     """Groups of texts of similar length give the embeddings of one batch, with less padding."""
     model = SentenceTransformer(write_teacher(tmp_path, tokenizer_dir), device="cpu").eval()
     texts = [" ".join(["a bird"] * (7 * i % 20 + 1)) for i in range(40)]

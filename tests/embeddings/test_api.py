@@ -54,14 +54,14 @@ def close(embeddings, expected):
     ids=str,
 )
 @pytest.mark.parametrize("method", ["encode", "encode_query", "encode_document"])
-def test_embeddings_are_those_of_sentence_transformers(pair, method, arguments):
+def test_embeddings_match_sentence_transformers(pair, method, arguments):
     model, encoder = pair
     expected = getattr(model, method)(TEXTS, **arguments)
     close(getattr(encoder, method)(TEXTS, **arguments), expected)
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
-def test_precisions_are_those_of_sentence_transformers(pair, precision):
+def test_precisions_match_sentence_transformers(pair, precision):
     model, encoder = pair
     expected = model.encode(TEXTS, precision=precision)
     embeddings = encoder.encode(TEXTS, precision=precision)
@@ -77,7 +77,7 @@ def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):
     close(encoder.encode(TEXTS, prompt=""), model.encode(TEXTS, prompt=""))
 
 
-def test_one_text_is_one_embedding(pair):
+def test_single_text_has_no_batch_dimension(pair):
     """A single text has an embedding without a batch dimension."""
     model, encoder = pair
     assert encoder.encode(TEXTS[0]).shape == (64,)
@@ -85,7 +85,7 @@ def test_one_text_is_one_embedding(pair):
     close(encoder.encode_query(TEXTS[0]), model.encode_query(TEXTS[0]))
 
 
-def test_similarity_is_that_of_the_model(pair, monkeypatch):
+def test_similarity_function_of_the_model_is_used(pair, monkeypatch):
     """The similarity function is the cosine by default, and otherwise that of the model."""
     model, encoder = pair
     embeddings = encoder.encode(TEXTS)
@@ -116,7 +116,7 @@ def test_arguments_have_the_names_of_sentence_transformers():
         assert [*parameters][2:] and {*parameters} - {*library_parameters} == {"texts"}
 
 
-def test_white_space_reaches_the_tokenizer(pair, monkeypatch):
+def test_white_space_is_not_stripped(pair, monkeypatch):
     """The tokenizer gets the white space of a text, which matters for byte-level tokenizers.
 
     sentence-transformers 6 does not strip texts.
@@ -136,7 +136,7 @@ def test_white_space_reaches_the_tokenizer(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["PackedEncoder", "quantize_int8"])
-def test_examples_of_docstrings_run(name, monkeypatch):
+def test_docstring_examples(name, monkeypatch):
     """The examples in docstrings return the values that they show."""
     monkeypatch.chdir(ROOT)
     finder = doctest.DocTestFinder(recurse=True)

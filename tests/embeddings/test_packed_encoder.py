@@ -50,7 +50,9 @@ def close(embeddings, expected, tolerance=1e-5):
 @pytest.mark.parametrize("length", [64, 8])
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, include_prompt, length):
+def test_packed_embeddings_match_sentence_transformers(
+    model_folder, pooling, include_prompt, length
+):
     """Embeddings equal those of SentenceTransformer for all poolings, also of truncated texts.
 
     Instructor models exclude the prompt from the pooling. Their batches are padded instead of
@@ -76,7 +78,7 @@ def make_bert(folder, tokenizer_dir, positions):
     return str(folder)
 
 
-def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
+def test_other_architectures_run_in_sentence_transformers(tmp_path, tokenizer_dir):
     """Other architectures run in SentenceTransformer itself, and give the same embeddings."""
     folder = make_bert(tmp_path, tokenizer_dir, 128)
     encoder = PackedEncoder(folder, batch_tokens=200, dtype="float32", device="cpu")
@@ -85,7 +87,7 @@ def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
     close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
 
 
-def test_batches_hold_the_token_budget_and_every_text_once(reference):
+def test_batches_respect_token_budget_and_cover_all_texts(reference):
     """Batches contain each text once, and keep the token budget unless a single text exceeds it."""
     encoder = PackedEncoder(reference, batch_tokens=100, dtype="float32", device="cpu")
     lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
@@ -97,7 +99,7 @@ def test_batches_hold_the_token_budget_and_every_text_once(reference):
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
+def test_token_counts_of_batches_are_rounded_up(model_folder, dtype, pooling, monkeypatch):
     """Batches have few different numbers of rows, and unused rows do not change the embeddings.
 
     oneDNN builds a kernel for every number of rows.
@@ -126,7 +128,7 @@ def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkey
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_runs_in_place_of_the_forward_for_the_cpu(model_folder, dtype, monkeypatch):
+def test_model_runs_if_cpu_forward_does_not_support_it(model_folder, dtype, monkeypatch):
     """The model itself runs if the CPU forward pass does not support it, with the same embeddings.
 
     The attention implementation "eager" is not supported. The batches of the model have few
@@ -156,7 +158,7 @@ def test_the_model_runs_in_place_of_the_forward_for_the_cpu(model_folder, dtype,
 
 
 @pytest.mark.parametrize("change", ["attention", "hook", "rope", "gelu"])
-def test_the_forward_for_the_cpu_leaves_other_models_alone(tiny_config, change):
+def test_models_unsupported_by_cpu_forward(tiny_config, change):
     """`CpuForward` does not support models that it would not reproduce."""
     fields = {"hidden_act": "gelu"} if change == "gelu" else {}
     if change == "rope":
@@ -190,7 +192,7 @@ def test_hidden_states_without_prepacked_weights_are_the_same(tiny_config, monke
         torch.testing.assert_close(states, torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_the_check_of_prepacked_products_sees_other_bits(monkeypatch):
+def test_prepacked_product_check_detects_differences(monkeypatch):
     """The check refuses products that depend on the number of rows, or have a wrong weight.
 
     The result of the check is cached, so the cache is cleared before each call.
@@ -224,7 +226,7 @@ def test_a_token_id_outside_of_the_vocabulary_is_refused(model_folder):
         encoder.embed([np.array([5, 10**6])])
 
 
-def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
+def test_token_budget_includes_padding(reference, monkeypatch):
     """The token budget of padded batches includes the padding."""
     encoder = PackedEncoder(reference, batch_tokens=50, dtype="float32", device="cpu")
     monkeypatch.setattr(encoder, "packs", False)
@@ -235,7 +237,7 @@ def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, m
     )
 
 
-def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
+def test_max_length_defaults_to_the_sentence_encoder(model_folder, tmp_path):
     """`max_length` is by default that of the sentence encoder, and at most that of the model."""
     modules = [Transformer(str(model_folder), max_seq_length=20), Pooling(64, "mean")]
     SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
@@ -244,7 +246,7 @@ def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
         assert encoder.max_length == expected == len(encoder.tokenize(["word " * 200])[0])
 
 
-def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_folder):
+def test_lengths_before_truncation_with_fast_and_slow_tokenizers(reference, model_folder):
     """`tokenize` appends the lengths of texts before truncation, with fast and slow tokenizers."""
 
     texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
@@ -264,7 +266,7 @@ def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_fol
     assert lengths == expected
 
 
-def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
+def test_max_length_is_limited_by_model_positions(tmp_path, tokenizer_dir):
     """`max_length` is limited by the number of positions that the model can use."""
     folder = make_bert(tmp_path, tokenizer_dir, 40)
     encoder = PackedEncoder(folder, max_length=1024, dtype="float32", device="cpu")
@@ -273,7 +275,7 @@ def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_d
     assert encoder.max_length == 40 and encoder.encode(["word " * 300]).shape == (1, 32)
 
 
-def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, monkeypatch):
+def test_error_has_index_of_first_non_finite_embedding(reference, monkeypatch):
     """The error contains the index of the first text whose embedding is not finite.
 
     Batches are sorted by length, so a later text may be encoded first.
@@ -310,7 +312,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_the_fastest_dtype_of_a_cpu(name, monkeypatch, caplog):
+def test_auto_selects_the_fastest_cpu_dtype(name, monkeypatch, caplog):
     """`auto` selects the dtype by measured speeds, and logs them; other values measure nothing."""
     caplog.set_level("INFO", "neobert.loading")
     loading._fastest_on_cpu.cache_clear()

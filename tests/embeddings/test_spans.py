@@ -64,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_where_a_text_is_divided(name):
+def test_window_boundaries(name):
     """Check the windows of a text."""
     arguments, expected = CASES[name]
     assert divided(*arguments) == expected
@@ -102,7 +102,7 @@ def test_a_character_of_several_tokens_is_not_divided():
     )
 
 
-def test_a_tokenizer_that_counts_the_space_to_the_word():
+def test_windows_do_not_start_with_white_space():
     """Windows have no white space at their start if the offsets of a word include it."""
     text = "Ab cd. Ef gh."
     offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 13)]

@@ -44,7 +44,7 @@ from neobert.encoding.options import OPTIONS
 # output
 
 
-def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, encoder, tmp_path):
+def test_output_directory_is_read_as_one_table(corpus, model_folder, reference, encoder, tmp_path):
     """Parquet readers read the directory as one table, whose embeddings are in the input order."""
     import datasets
 
@@ -73,9 +73,7 @@ def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
-    model_folder, tmp_path, dtype
-):
+def test_embedding_bits_do_not_depend_on_part_shard_or_batch(model_folder, tmp_path, dtype):
     """The embedding of a text does not depend on the part, shard, order or batch of the text."""
     rows = [{"id": str(i), "text": text} for i, text in enumerate(texts_of_many_lengths(60))]
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -102,7 +100,7 @@ def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
     assert outputs[2].items() <= outputs[0].items() and 20 < len(outputs[2]) < 40
 
 
-def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, reference, tmp_path):
+def test_copied_columns_and_normalized_float16_embeddings(model_folder, reference, tmp_path):
     """Check copied columns of several types, and normalized float16 embeddings with a prompt."""
     texts = texts_of_many_lengths(20)
     columns = {
@@ -132,7 +130,7 @@ def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, r
 
 @pytest.mark.parametrize("output_dtype", ["float32", "int8", "binary"])
 @pytest.mark.parametrize("dims", [None, 20])
-def test_small_vectors_are_those_of_the_library(
+def test_truncated_and_quantized_embeddings(
     corpus, model_folder, reference, tmp_path, output_dtype, dims
 ):
     """Truncated and quantized embeddings equal those of sentence-transformers.
@@ -173,7 +171,7 @@ def test_small_vectors_are_those_of_the_library(
         assert np.abs(low + (embeddings + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
 
 
-def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_path):
+def test_int8_ranges_come_from_the_first_texts(model_folder, encoder, tmp_path):
     """The ranges are those of the first 1,000 texts of the input, in every shard.
 
     Texts that are added later do not change them.
@@ -262,7 +260,7 @@ def test_the_output_merges_with_its_source(model_folder, encoder, tmp_path):
     )
 
 
-def test_a_later_value_of_another_type_names_the_remedy(model_folder, encoder, tmp_path):
+def test_later_file_with_other_column_type_is_refused(model_folder, encoder, tmp_path):
     """A file that is added later cannot change the type of a column. The error names a remedy."""
     write_jsonl(tmp_path / "corpus" / "a.jsonl", [{"id": 1, "text": "a"}])
     embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder)
@@ -276,7 +274,7 @@ def test_a_later_value_of_another_type_names_the_remedy(model_folder, encoder, t
     assert read_parquet(tmp_path / "text")[0]["id"].to_pylist() == ["1", "x"]
 
 
-def test_what_made_the_vectors(corpus, model_folder, tmp_path):
+def test_manifest_contains_model_and_settings(corpus, model_folder, tmp_path):
     """The manifest and the metadata of the parts contain the model and the settings."""
     options = {"pooling": "cls", "normalize": True, "prompt": "find: ", "max_length": 20}
     options |= {"dtype": "bfloat16", "output_dtype": "float16", "rows": 40}
@@ -302,7 +300,7 @@ def test_what_made_the_vectors(corpus, model_folder, tmp_path):
     assert json.loads(part.metadata[b"neobert_vectors"]) == manifest
 
 
-def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_path, capsys):
+def test_single_file_output_contains_all_parts(corpus, model_folder, encoder, tmp_path, capsys):
     """A single output file contains the rows of all parts, and is never changed by a second run."""
     out = tmp_path / "out.parquet"
     argv = ["--model", str(model_folder), "--dtype", "float32"]
@@ -338,7 +336,7 @@ def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_pa
 # additions and refused settings
 
 
-def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder, tmp_path, capsys):
+def test_new_files_add_parts_and_keep_existing_ones(model_folder, encoder, tmp_path, capsys):
     """A new input file adds parts; the existing parts stay. A file that has changed is refused."""
     source = tmp_path / "corpus"
     out = tmp_path / "out"
@@ -368,7 +366,7 @@ def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder,
         embed(source, out, model_folder, encoder, rows=2)
 
 
-def test_nothing_is_loaded_when_nothing_is_missing(corpus, model_folder, tmp_path, monkeypatch):
+def test_complete_output_does_not_load_the_model(corpus, model_folder, tmp_path, monkeypatch):
     """A complete output needs no encoder, also if the directory of the model has been moved."""
     embed(corpus, tmp_path / "out", model_folder)
     moved_model = shutil.copytree(model_folder, tmp_path / "the same model elsewhere")
@@ -393,9 +391,7 @@ CHANGES = {
 }
 
 
-def test_other_settings_are_refused_by_name_and_both_values(
-    corpus, model_folder, encoder, tmp_path
-):
+def test_changed_settings_are_refused_with_both_values(corpus, model_folder, encoder, tmp_path):
     """A run with other settings is refused; the error names the setting and both values."""
     embed(corpus, tmp_path / "out", model_folder, encoder)
     before = bits(tmp_path)
@@ -422,7 +418,7 @@ def test_other_settings_are_refused_by_name_and_both_values(
         embed(corpus, tmp_path / "out", tmp_path / "model")
 
 
-def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path, monkeypatch):
+def test_resumed_run_keeps_its_dtype(corpus, model_folder, tmp_path, monkeypatch):
     """A resumed run keeps its dtype, although `auto` may select another one on another machine."""
     monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "bfloat16")
     embed(corpus, tmp_path / "out", model_folder, dtype="auto", rows=16)
@@ -434,7 +430,9 @@ def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.parquet", "torn"])
-def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp_path, name):
+def test_unrelated_files_and_damaged_parts_are_refused(
+    corpus, model_folder, encoder, tmp_path, name
+):
     """Files of other programs and damaged parts are refused and not changed."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("mine")
@@ -486,7 +484,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, arguments, message):
+def test_invalid_input_is_reported(corpus, model_folder, tmp_path, monkeypatch, arguments, message):
     """Invalid input ends with one error message, and no part is written."""
     shutil.copytree(model_folder, tmp_path / "model")
     (tmp_path / "empty.txt").write_text("")
@@ -502,7 +500,7 @@ def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("out/*.parquet"))
 
 
-def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder):
+def test_error_names_row_of_non_finite_embedding(tmp_path, model_folder):
     """The error names the input row whose embedding is not finite.
 
     The largest value of float16 is 65,504. The residual stream of a trained encoder may be larger.
@@ -527,7 +525,7 @@ def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder)
 
 
 @pytest.mark.parametrize("files", [1, 3, 100])
-def test_every_part_has_one_shard_and_shares_are_even(files):
+def test_shards_are_disjoint_and_balanced(files):
     """Each part belongs to exactly one shard, and shards have about the same number of parts."""
 
     parts = [(file, part) for file in range(files) for part in range(300 // files)]
@@ -548,7 +546,7 @@ def test_every_part_has_one_shard_and_shares_are_even(files):
         )
 
 
-def test_shards_of_launchers(monkeypatch):
+def test_default_shard_comes_from_launcher_rank(monkeypatch):
     """The default shard is the rank of torchrun, or else that of srun; `--shard` overrides both."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)

@@ -58,7 +58,7 @@ def command_line(folder, output, model_folder, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["out", "out.parquet"])
-def test_killed_at_many_steps_and_given_again(folder, model_folder, encoder, tmp_path, output):
+def test_killed_run_resumes_with_identical_files(folder, model_folder, encoder, tmp_path, output):
     """A run that is killed and resumed many times writes the files of an uninterrupted run.
 
     Each process is killed seven writes later than the one before it. A complete part has the final
@@ -107,9 +107,7 @@ def test_eight_shards_at_once_with_random_kills(folder, model_folder, encoder, t
     assert bits(out) == bits(tmp_path / "alone")
 
 
-def test_a_shard_says_what_is_missing_and_two_make_the_same_bytes(
-    folder, model_folder, encoder, tmp_path
-):
+def test_shard_summary_names_incomplete_files(folder, model_folder, encoder, tmp_path):
     """The summary of a shard names the incomplete files, and shards write the bytes of one process.
 
     A missing part is written again by any shard that contains it.
@@ -138,7 +136,7 @@ def make_manifest(dtype):
 
 
 @pytest.mark.parametrize("url", ["{}/out", "memory://encode/out"])
-def test_who_comes_first_says_how(tmp_path, url):
+def test_first_process_determines_the_manifest(tmp_path, url):
     """The first process writes the manifest, and later processes get its settings."""
     folders = [Folder(url.format(tmp_path)) for _ in range(2)]
     assert folders[0].write_manifest(make_manifest("bfloat16")).dtype == "bfloat16"
@@ -195,7 +193,7 @@ def test_a_pooling_without_the_prompt(model_folder, tmp_path):
     np.testing.assert_allclose(embeddings, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_outputs_of_an_earlier_version_are_named(folder, model_folder, encoder, tmp_path):
+def test_outputs_of_other_versions_are_refused(folder, model_folder, encoder, tmp_path):
     """Outputs of other versions, with another file name or other fields, are refused."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_vectors.json").write_text("{}")
@@ -259,9 +257,7 @@ def make_s3(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_corpus_on_s3_is_read_and_written_killed_and_gone_on_with(
-    folder, model_folder, encoder, tmp_path, s3
-):
+def test_killed_run_on_s3_resumes(folder, model_folder, encoder, tmp_path, s3):
     """Two shards on S3 are killed, and the same command completes their output.
 
     In an object store, too, the first manifest stays, and an output may be a single file.
@@ -314,7 +310,7 @@ def test_a_corpus_on_s3_is_read_and_written_killed_and_gone_on_with(
 
 
 @pytest.mark.slow
-def test_ten_million_short_rows_are_shared_out_in_constant_memory(tmp_path):
+def test_memory_is_constant_for_ten_million_rows(tmp_path):
     """A shard of a large file needs constant memory, although its reader reads the whole file.
 
     The parts are those of the last of 64 shards. The small file has none of them, the large file

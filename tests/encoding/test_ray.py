@@ -42,7 +42,7 @@ def workers():
     return {int(line.split()[0]) for line in lines.splitlines() if "ray::encode_shard" in line}
 
 
-def test_a_worker_dies_and_no_row_is_lost_or_doubled(tmp_path, model_folder):
+def test_killed_worker_does_not_lose_or_duplicate_rows(tmp_path, model_folder):
     """The output of a run with a killed worker has the bytes of a run of one process.
 
     Running the command again encodes a missing part only.

@@ -65,7 +65,7 @@ def assert_close(embeddings, expected):
 
 
 @pytest.mark.parametrize("prompt", ["", "find the cat: "])
-def test_windows_are_what_sentence_transformers_makes_of_the_parts(
+def test_window_embeddings_match_sentence_transformers(
     corpus, model_folder, reference, tmp_path, prompt
 ):
     """The embedding of a window is that of its text, and the output contains its position."""
@@ -82,7 +82,7 @@ def test_windows_are_what_sentence_transformers_makes_of_the_parts(
     assert_close(embeddings, reference.encode(parts, prompt=prompt))
 
 
-def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
+def test_window_within_a_word_keeps_the_tokens_of_the_text(model_folder):
     """A window that starts within a word has the tokens of the complete text.
 
     The word has more tokens than a window. Tokenizing its second part alone would give other
@@ -104,7 +104,7 @@ def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(mode
     assert_close(embeddings[0], encoder.encode([word[: windows.ends[0]]])[0])
 
 
-def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model_folder):
+def test_short_text_has_the_same_embedding_as_without_windows(tmp_path, model_folder):
     """A text that fits into one window has the same embedding as without windows."""
     path = tmp_path / "short.txt"
     path.write_text("\n".join(text for text in documents(40) if len(text.split()) in range(1, 40)))
@@ -115,7 +115,7 @@ def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model
     assert np.array_equal(*embeddings) and len(embeddings[0]) > 5
 
 
-def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
+def test_window_batches_respect_the_token_budget(tmp_path, model_folder, monkeypatch):
     """The batches of a text of 20,000 tokens keep the token budget."""
     (tmp_path / "long.txt").write_text("The cat sat on a mat. " * 2900 + "\nA dog.\n")
     token_counts = []
@@ -163,7 +163,7 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
 # output
 
 
-def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_path, capsys):
+def test_rows_contain_window_positions_and_copied_columns(corpus, model_folder, tmp_path, capsys):
     """Each row contains the position of its window and the copied columns of its text."""
     options = ["--model", str(model_folder), "--dtype", "float32", "--keep", "n,text"]
     options += ["--long-texts", "windows", "--window", "12", "--rows", "4"]
@@ -191,7 +191,7 @@ def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_
 # errors
 
 
-def test_options_that_do_not_go_together():
+def test_contradictory_options_are_refused():
     """Options that contradict each other end with an error."""
     for options, message in (
         ("--window 5", "`window` requires `--long-texts windows`."),
@@ -212,7 +212,7 @@ def test_options_that_do_not_go_together():
         ({"keep": ["start"]}, "`keep` must not contain the output's own columns .*, got start."),
     ],
 )
-def test_windows_that_cannot_be(corpus, model_folder, tmp_path, settings, message):
+def test_unsupported_windows_are_refused(corpus, model_folder, tmp_path, settings, message):
     """Windows that the model or the output does not support end with an error."""
     with pytest.raises(UserError, match=message):
         embed(corpus, tmp_path / "out.parquet", model_folder, long_texts="windows", **settings)

@@ -178,7 +178,7 @@ def test_the_tasks_of_a_benchmark(name):
         assert {task.metadata.main_score for task in tasks.values()} == {"ndcg_at_10"}
 
 
-def test_the_default_is_todays_benchmark():
+def test_default_benchmark_is_the_current_one():
     """The default benchmark is the current English one, which is the first in `BENCHMARKS`."""
     assert mteb_options("m").evaluation.tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
 
@@ -200,7 +200,7 @@ def result_of(task, score):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_means_are_those_of_mtebs_leaderboard(name):
+def test_means_match_the_mteb_leaderboard(name):
     """The means over tasks, over types, and per type equal those of the MTEB leaderboard."""
     benchmark = mteb.get_benchmark(name)
     scores = {task.metadata.name: i / 64 for i, task in enumerate(benchmark.tasks)}
@@ -215,14 +215,14 @@ def test_means_are_those_of_mtebs_leaderboard(name):
     assert means == pytest.approx({kind: expected[kind] for kind in set(types.values())})
 
 
-def test_a_mean_leaves_nothing_out():
+def test_mean_is_none_if_a_score_is_missing():
     """A mean is None if a score is missing, because it would be that of other tasks."""
     types = {"a": "STS", "b": "STS", "c": "Retrieval"}
     means = averages({"a": 10.0, "b": None, "c": 60.0}, types)
     assert means == {"tasks": None, "types": None, "STS": None, "Retrieval": 60.0}
 
 
-def test_published_rows_average_as_the_paper_says():
+def test_published_means_match_published_scores():
     """The published mean is that of the published scores per type, weighted by tasks."""
     for name, values in MTEB.items():
         mean = np.dot(values[:7], COUNTS["MTEB(eng, v1)"]) / 56
@@ -230,7 +230,7 @@ def test_published_rows_average_as_the_paper_says():
         assert mean == pytest.approx(values[7], abs=0.1), name
 
 
-def test_tables_have_a_benchmark_where_a_run_has_all_its_tasks(tmp_path):
+def test_benchmark_tables_contain_complete_runs_only(tmp_path):
     """A run is in the table of a benchmark only if it has all of its tasks."""
     settings = {"instructions": "mteb", "max_length": 48, "environment": {"dtype": "float32"}}
     settings |= {"model": "m", "fingerprint": "f", "dtype": "auto"}
@@ -257,7 +257,7 @@ def test_tables_have_a_benchmark_where_a_run_has_all_its_tasks(tmp_path):
     assert "| whole | 48 | mteb | float32 | 'Instruction: {instruction} Query: ' |" in text
 
 
-def test_scores_are_those_of_the_librarys_evaluators(model_folder, encoder, tmp_path):
+def test_scores_match_sentence_transformers_evaluator(model_folder, encoder, tmp_path):
     """Scores equal those of the evaluator of sentence-transformers, with and without a prompt.
 
     The published scores of NanoBEIR were computed with this evaluator.
@@ -281,7 +281,7 @@ def test_scores_are_those_of_the_librarys_evaluators(model_folder, encoder, tmp_
             assert score == pytest.approx(100 * expected, abs=1e-3)
 
 
-def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
+def test_second_run_adds_tasks_and_refuses_another_model(
     model_folder, tokenizer_dir, tmp_path, monkeypatch
 ):
     """A second run with the same name adds tasks. Another model needs another name."""
@@ -302,7 +302,7 @@ def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
 
 
 @pytest.mark.parametrize("name", ["tiny.json", "table.md"])
-def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
+def test_files_of_other_programs_are_not_replaced(model_folder, tmp_path, name):
     """Files that `neobert mteb` has not written are refused and not changed."""
     (tmp_path / name).write_text("[]")
     with pytest.raises(UserError, match=f"{name} was not written by `neobert mteb`"):
@@ -310,7 +310,7 @@ def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
     assert (tmp_path / name).read_text() == "[]"
 
 
-def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tmp_path, monkeypatch):
+def test_failed_task_is_reported_and_other_scores_are_kept(model_folder, tmp_path, monkeypatch):
     """The other tasks finish and keep their scores, and a second run repeats the failed task."""
     names = ("TinySTS", "BrokenRetrieval", "TinyRetrieval")
     with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\): no network"):
@@ -324,7 +324,7 @@ def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tmp_pa
     assert None not in run(model_folder, tmp_path, *names)["scores"].values()
 
 
-def test_instructions_are_on_the_side_of_the_query(encoder):
+def test_documents_have_no_instruction(encoder):
     """Queries get the instruction of their task, and documents get none.
 
     An instruction is that of the task or of its type, or else that of MTEB.
@@ -351,7 +351,7 @@ def test_instructions_are_on_the_side_of_the_query(encoder):
     assert prompts(None) == [""] * 4
 
 
-def test_results_of_other_weights_or_settings_are_not_reused(
+def test_fingerprint_depends_on_weights_and_settings(
     model_folder, encoder, tokenizer_dir, tmp_path
 ):
     """The fingerprint depends on everything that changes the embeddings.
@@ -386,7 +386,7 @@ def test_results_of_other_weights_or_settings_are_not_reused(
     assert len(fingerprints) == 10, "different settings have the same fingerprint"
 
 
-def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tmp_path, monkeypatch):
+def test_second_run_keeps_the_dtype(model_folder, tmp_path, monkeypatch):
     """A second run keeps the dtype of the first one, although `auto` would select another dtype."""
     for measured, task in (("bfloat16", "TinySTS"), ("float32", "TinyRetrieval")):
         monkeypatch.setattr(loading, "_fastest_on_cpu", lambda measured=measured: measured)
@@ -395,7 +395,7 @@ def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tmp_path, monkey
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_instructions_of_a_file(tmp_path, ending):
+def test_instructions_from_file(tmp_path, ending):
     """Instructions can be read from a file, such as the tables of the paper."""
     instructions = {"STS12": "Find: the same.", "STS": "All others."}
     path = tmp_path / f"tables7and8.{ending}"
@@ -409,7 +409,7 @@ def test_instructions_of_a_file(tmp_path, ending):
     assert read_instructions("mteb", []) == {} and read_instructions("none", []) is None
 
 
-def test_bad_input_is_one_sentence(model_folder, tmp_path):
+def test_invalid_input_is_reported(model_folder, tmp_path):
     """Invalid input ends with one error message, and nothing is written."""
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "unknown.json").write_text('{"STS99": "x"}')
@@ -438,7 +438,7 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
     assert not (tmp_path / "out").exists(), "invalid input created the output directory"
 
 
-def test_wordnet_tasks_ask_only_for_held_out_synsets():
+def test_wordnet_queries_are_held_out_synsets():
     """The queries of the WordNet tasks are synsets that are held out from the training."""
     from benchmarks.local_text import WORDNET as folder
 
@@ -468,7 +468,7 @@ def test_wordnet_tasks_ask_only_for_held_out_synsets():
     )
 
 
-def test_no_sentence_is_both_trained_and_tested_on(monkeypatch):
+def test_training_and_test_sentences_are_disjoint(monkeypatch):
     """The training and the test split of the sentiment task have different sentences."""
     rows = [{"id": str(i), "text": f"sentence {i}", "label": i % 2} for i in range(700)]
 

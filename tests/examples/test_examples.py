@@ -131,7 +131,7 @@ def write_splits(folder, content):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_messages_of_the_trainers_name_the_file(name, tmp_path):
+def test_data_errors_contain_the_file_path(name, tmp_path):
     """Errors about a training file contain its path, and no output is created."""
     arguments = ["--model", str(ENCODER), "--output", str(tmp_path / "out"), "--data"]
     for content, sentence in (
@@ -170,7 +170,7 @@ def test_make_pairs_keeps_an_existing_output(tmp_path):
     assert (tmp_path / "train.jsonl").read_text() == "kept"
 
 
-def test_every_row_must_have_an_optional_column_of_the_first(tmp_path):
+def test_load_rows_with_optional_columns(tmp_path):
     """`load_rows` requires an optional column in all rows if the first row has the column.
 
     Other columns are dropped, and columns of texts must contain strings.
@@ -213,7 +213,7 @@ def test_random_negatives_are_wrong_answers(tmp_path):
         module.add_random_negatives(rows[:1])
 
 
-def test_training_files_are_checked_before_the_model_is_loaded(tmp_path):
+def test_invalid_labels_and_answers_are_reported(tmp_path):
     """Invalid labels and answers are reported as a `UserError`."""
     for name, content, sentence in (
         ("token_classification", b'{"tokens": ["a"], "tags": []}\n', "must be lists of equal"),
@@ -234,7 +234,7 @@ def test_training_files_are_checked_before_the_model_is_loaded(tmp_path):
             example(name).main(["--data", str(folder), "--model", str(ENCODER)])
 
 
-def test_an_error_of_a_script_is_one_sentence(tmp_path, monkeypatch, capsys):
+def test_run_script_prints_errors_as_one_line(tmp_path, monkeypatch, capsys):
     """`run_script` prints an error as one line and exits with 2, or with 130 after Ctrl-C."""
     monkeypatch.setattr(sys, "argv", ["folder/mine.py"])
 
@@ -256,7 +256,7 @@ def test_an_error_of_a_script_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_example_ends_in_one_line(tmp_path):
+def test_example_error_starts_with_script_name(tmp_path):
     """The error of an example starts with the name of the script."""
     arguments = ["--data", tmp_path / "missing", "--model", ENCODER, "--output", tmp_path / "out"]
     assert error_of("reranker", *arguments, code=2).startswith("reranker.py: ")
@@ -517,7 +517,7 @@ def test_saved_folders_load_with_their_own_code(outcomes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USES)
-def test_no_padding_is_computed_in_any_use(name, outcomes):
+def test_examples_do_not_process_padding(name, outcomes):
     """The last norm of the backbone receives only non-padding tokens in training and inference."""
     for phase, counts in zip(
         ("training", "inference"), (outcomes[name]["models"][0], outcomes[name]["models"][-1])
@@ -529,7 +529,7 @@ def test_no_padding_is_computed_in_any_use(name, outcomes):
 
 
 @pytest.mark.slow
-def test_what_the_uses_learn(outcomes):
+def test_training_improves_metrics(outcomes):
     """A few steps on 256 definitions with default learning rates improve the metrics.
 
     The results are also far above those of a random order, which are 1/64 for recall@1 and 0.5 for
@@ -553,7 +553,7 @@ def test_what_the_uses_learn(outcomes):
     assert "pin_memory" not in printed
 
 
-def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
+def test_make_names_tags_wordnet_instances(tmp_path, monkeypatch):
     """examples/make_names.py tags the names of WordNet instances in WordNet glosses.
 
     The longest name is tagged. Names of two types are omitted, and so are synsets that are not
@@ -586,7 +586,7 @@ def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_quick_start_runs_from_top_to_bottom(bundled, tmp_path):
+def test_quickstart_runs(bundled, tmp_path):
     """examples/quickstart.py runs in a folder with only the files that it needs."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "runs").mkdir()

@@ -32,7 +32,7 @@ def encoder():
     return SentenceTransformer(str(FOLDER), device="cpu")
 
 
-def test_every_engine_reads_as_many_tokens():
+def test_max_length_is_consistent_across_files():
     """All files that set the maximum sequence length contain the same value.
 
     Different libraries read different files.
@@ -46,13 +46,13 @@ def test_every_engine_reads_as_many_tokens():
     assert lengths == {256}
 
 
-def test_it_is_small():
+def test_encoder_size():
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     assert size <= 24_000_000, f"The folder must be at most 24 MB, got {size:,} bytes."
 
 
 @pytest.mark.slow
-def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
+def test_encoder_loads_without_this_package(tmp_path, encoder):
     """The encoder loads with its own code in another process, and gives the same embeddings."""
     code = (
         "import sys, json; from sentence_transformers import SentenceTransformer; "
@@ -71,7 +71,7 @@ def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
     assert embedding == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
 
 
-def test_it_runs_packed_in_every_precision(encoder):
+def test_encoder_runs_packed_in_every_precision(encoder):
     """`PackedEncoder` runs the encoder without padding, and agrees with sentence-transformers."""
     texts = ["a bird of prey", "The committee met again, and nothing was decided.", "rain"]
     # The embeddings of the encoder are normalized.
@@ -85,7 +85,7 @@ def test_it_runs_packed_in_every_precision(encoder):
         assert cosines.min() > min_cosine, f"{dtype}: {cosines}"
 
 
-def test_it_finds_what_is_meant(encoder):
+def test_paraphrases_retrieve_definitions(encoder):
     """A paraphrase retrieves the definition of the word that it describes."""
     rows = [line.split("\t") for line in DEFINITIONS.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 8000 and all(len(row) == 2 and all(row) for row in rows)
@@ -102,7 +102,7 @@ def test_it_finds_what_is_meant(encoder):
         assert best[0].startswith(word), f"{query}: {best}"
 
 
-def test_its_figures_are_kept_with_it():
+def test_figures_describe_the_stored_weights():
     """figures.json describes the stored weights, not only those at the end of the training."""
     figures = json.loads((FOLDER / "figures.json").read_text())
     last = figures["agreement"][-1]
@@ -114,7 +114,7 @@ def test_its_figures_are_kept_with_it():
         assert stored == pytest.approx(last[f"{source}_spearman"], abs=0.001)
 
 
-def test_its_card_says_what_was_measured_and_what_is_known():
+def test_model_card_metadata_and_definition_ratio():
     """The model card names the teacher and the licenses, and its ratio on definitions is measured.
 
     The ratio is that of the retrieval of WordNet definitions in results/encoder_tasks/.
@@ -140,7 +140,7 @@ def test_its_card_says_what_was_measured_and_what_is_known():
     )
 
 
-def test_the_figures_of_the_card_are_those_of_the_benchmark():
+def test_model_card_tables_match_benchmark_results():
     """The retrieval tables of the model card have the figures of results/open_text.md."""
     page = (ROOT / "results" / "open_text.md").read_text(encoding="utf-8")
     card = (FOLDER / "README.md").read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ def load_source(path, **options):
 # Command line
 
 
-def test_a_bad_command_is_one_sentence(capsys, tmp_path):
+def test_invalid_arguments_are_reported(capsys, tmp_path):
     """Errors in the arguments are reported in one line, and no files are written."""
     assert __main__.main(["export", "tflite", "model", "out"]) == 2
     assert capsys.readouterr().err == (
@@ -51,7 +51,7 @@ def test_a_bad_command_is_one_sentence(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_engine(monkeypatch):
+def test_missing_package_is_reported(monkeypatch):
     """The error for a missing package contains the command that installs it."""
     monkeypatch.setitem(
         command.TARGETS, "onnx", command.Target("onnx", "onnx", ("no_such_engine",))
@@ -64,7 +64,7 @@ def test_a_missing_engine(monkeypatch):
 # Source model
 
 
-def test_a_sentence_encoder(sentence_folder):
+def test_load_sentence_encoder(sentence_folder):
     """Check what is loaded from a directory of sentence-transformers."""
     source = load_source(sentence_folder)
 
@@ -79,7 +79,7 @@ def test_a_sentence_encoder(sentence_folder):
     assert not source.config.unpad_inputs and not source.model.training
 
 
-def test_prompts_that_do_not_count(sentence_folder, tmp_path):
+def test_prompts_excluded_from_pooling(sentence_folder, tmp_path):
     """Check the export of a model whose pooling excludes the tokens of prompts.
 
     The inputs of a graph do not mark the end of a prompt, so the graph has no pooled output. The
@@ -108,7 +108,7 @@ def test_prompts_that_do_not_count(sentence_folder, tmp_path):
         assert settings["prompts"]["query"] == "a "
 
 
-def test_the_head_is_what_the_weights_are(hub_folder):
+def test_default_head_matches_the_weights(hub_folder):
     """The default head is that of the weights, and `--head base` loads the encoder only."""
     model_folder = hub_folder(NeoBERTForMaskedLM)
     assert load_source(model_folder).head.option == "masked-lm"
@@ -138,7 +138,7 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
         assert torch.equal(actual, expected)
 
 
-def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
+def test_unsupported_models_are_refused(hub_folder, sentence_folder, tmp_path):
     """Check the error messages for models that cannot be exported.
 
     These are heads and model types without support, files without some of the tensors, and modules
@@ -180,7 +180,7 @@ def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
 # Pooling
 
 
-def test_pooling_by_its_formulas():
+def test_pooling_matches_formulas():
     """Each pooling mode equals its formula in numpy, without and with normalization."""
     from sentence_transformers import models
 
@@ -217,7 +217,7 @@ def reference(sentence_folder):
     return source, Reference(source)
 
 
-def test_the_comparison_sees_one_wrong_token(reference):
+def test_comparison_detects_one_wrong_token(reference):
     """Check that one wrong token or embedding decides the result, and that padding is ignored.
 
     The engine of the test is torch with one of these errors.
@@ -250,7 +250,7 @@ def test_the_comparison_sees_one_wrong_token(reference):
         comparison.agreement(lambda ids, mask: {})
 
 
-def test_a_cosine_that_is_not_a_number_is_the_worst():
+def test_nan_cosine_fails_the_comparison():
     """A NaN among the cosines makes the comparison fail. Python's `min` might skip it."""
     worst = check._worst([torch.tensor([0.9, float("nan")]), torch.tensor([0.8])])
     with pytest.raises(

@@ -126,7 +126,7 @@ def read(path):
 # Tensors and keys
 
 
-def test_queries_keys_and_values_are_three_blocks(make):
+def test_order_of_qkv_rows(make):
     """Check the order of the rows of `attn_qkv`.
 
     In NeoBERT, row i of the query of head h is row (h * 3 + 0) * K + i. In llama.cpp, it is row
@@ -199,7 +199,7 @@ def test_types_of_the_tensors(make, dtype, file_type):
     assert (error <= bounds[dtype]).all()
 
 
-def test_license_and_base_model_are_those_that_are_known(make):
+def test_license_and_base_model_are_exported(make):
     """The license and the base model of the source are written to the general keys."""
     keys, _ = read(export(make()))
     assert keys["general.license"] == "cc0-1.0" and keys["general.base_model.count"] == 1
@@ -219,7 +219,7 @@ def test_keys_of_the_architecture(make):
 @pytest.mark.parametrize(
     "pooling, pooling_type", ((None, 1), ("mean", 1), ("cls", 2), ("lasttoken", 3))
 )
-def test_pooling_of_the_folder(make, pooling, pooling_type):
+def test_pooling_type(make, pooling, pooling_type):
     """The pooling of the source is written. A model without pooling gets mean pooling."""
     assert read(export(make(pooling=pooling)))[0]["pooling_type"] == pooling_type
 
@@ -301,7 +301,7 @@ TEXTS += ["x" * 30, "€ unknown", "\u200bthe", ""]
 
 
 @pytest.mark.parametrize("lowercase", (True, False))
-def test_texts_are_cut_alike(make, lowercase):
+def test_tokenization_matches_transformers(make, lowercase):
     """llama.cpp's algorithm returns the token ids of transformers for the exported vocabulary."""
     source = make(tokenizer={"do_lower_case": lowercase})
     engine = gguf_engine.Engine(export(source))
@@ -318,7 +318,7 @@ def test_texts_are_cut_alike(make, lowercase):
     "scaling", (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0})
 )
 @torch.no_grad()
-def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
+def test_hidden_states_match_torch_with_rope_scaling(make, scaling):
     """The hidden states of llama.cpp's graph are those of torch, with each type of RoPE scaling."""
     source = make(rope_scaling=scaling, rope_theta=500.0)
     engine = gguf_engine.Engine(export(source, "--dtype", "f32"))
@@ -345,7 +345,7 @@ def published_order(monkeypatch):
     monkeypatch.setattr(gguf_file, "tensors_of", as_published)
 
 
-def test_rows_in_the_published_order_are_other_vectors(make, published_order):
+def test_comparison_detects_wrong_qkv_order(make, published_order):
     """Check that the comparison of these tests detects the wrong order of rows in `attn_qkv`."""
     source = make()
     engine = gguf_engine.Engine(export(source))
@@ -356,7 +356,7 @@ def test_rows_in_the_published_order_are_other_vectors(make, published_order):
     "dtype, min_cosine", [("f32", 0.99999), ("f16", 0.999), ("q8_0", 0.98), ("q5_0", 0.9)]
 )
 @pytest.mark.parametrize("model_class", [NeoBERTModel, NeoBERTForSequenceClassification])
-def test_what_llama_cpp_computes_of_a_file(make, model_class, dtype, min_cosine):
+def test_outputs_match_torch(make, model_class, dtype, min_cosine):
     """llama.cpp's graph has the outputs of torch on texts of many lengths, alone and padded."""
     labels = {"num_labels": 3} if model_class is NeoBERTForSequenceClassification else {}
     source = make(model_class, **labels)
@@ -365,7 +365,7 @@ def test_what_llama_cpp_computes_of_a_file(make, model_class, dtype, min_cosine)
     assert agreement.pooled > min_cosine and (agreement.token or 1) > min_cosine
 
 
-def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatch, capsys):
+def test_check_compares_existing_file(make, published_order, monkeypatch, capsys):
     """`--check` compares an existing file with the model, and does not change the file."""
     source = make(pooling="mean")
     path = export(source, name="theirs.gguf").rename(source.folder.parent / "theirs.bin")
@@ -392,7 +392,7 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
             export(source, "--check", name="theirs.bin")
 
 
-def test_a_file_that_llama_cpp_does_not_load(make):
+def test_check_rejects_wrong_feed_forward_length(make):
     """`--check` rejects a file with the wrong feed-forward length, which llama.cpp does not load.
 
     Other converters write 341, 2/3 of the `intermediate_size`, instead of 344.
@@ -456,7 +456,7 @@ def scaled(rope_type, **options):
         ),
     ),
 )
-def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, message):
+def test_unsupported_models_are_refused(make, model_class, changes, message):
     """The error for an unsupported model names the other export targets, and no file is written."""
     source = make(model_class, **changes)
     with pytest.raises(
@@ -466,7 +466,7 @@ def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, mess
     assert message in str(error.value) and not (source.folder.parent / "out.gguf").exists()
 
 
-def test_a_pooling_that_llama_cpp_does_not_have(make):
+def test_unsupported_pooling_is_refused(make):
     """Dense modules, and prompts that are excluded from the pooling, are not supported."""
     source = make()
     dense = pooling_of("mean", lambda models: models.Dense(HIDDEN, 8))
@@ -481,7 +481,7 @@ def test_a_pooling_that_llama_cpp_does_not_have(make):
     )
 
 
-def test_numbers_that_float16_does_not_reach(make):
+def test_float16_overflow_is_an_error(make):
     """Values beyond the range of float16 are an error, because they would become infinite."""
     source = make()
     with torch.no_grad():
@@ -492,7 +492,7 @@ def test_numbers_that_float16_does_not_reach(make):
     assert export(source, "--dtype", "f32").exists()
 
 
-def test_another_kind_of_tokenizer(tmp_path):
+def test_unsupported_tokenizer_is_refused(tmp_path):
     """A tokenizer that splits words differently from BERT is not supported."""
     tokenizer = tokenizer_of(tmp_path)
     tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
@@ -507,7 +507,7 @@ def test_another_kind_of_tokenizer(tmp_path):
 # Output files
 
 
-def test_outputs_that_cannot_be(make):
+def test_invalid_output_paths_are_refused(make):
     """The output must end in .gguf, and must not be inside the model directory."""
     source = make()
     for name, message in (
@@ -523,7 +523,7 @@ def test_the_same_model_gives_the_same_bytes(make):
     assert export(source, name="a.gguf").read_bytes() == export(source, name="b.gguf").read_bytes()
 
 
-def test_the_command(tmp_path, capsys):
+def test_command_with_unsupported_head(tmp_path, capsys):
     """Check the command with a model whose head llama.cpp does not support.
 
     The error recommends `--head base`, which exports the backbone.

@@ -56,7 +56,7 @@ class BertModel:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_the_converter_s_file_holds_the_model(pooling, tmp_path):
+def test_patched_converter_writes_the_model(pooling, tmp_path):
     """The file of the patched converter has the keys and values of the model.
 
     Without modules.json, the patch sets the pooling to the first token.

@@ -69,7 +69,7 @@ def exported(sentence_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("lengths", [(1,), (7,), (3, 1), (9, 4, 30, 2, 17)])
-def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
+def test_dynamic_shapes(exported, sentence_folder, lengths, padded_batch):
     """The outputs equal those of torch for shapes that differ from the traced example.
 
     Tracing may store a size as a constant, above all a size of 1.
@@ -85,7 +85,7 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
         assert (torch.from_numpy(hidden) - expected)[mask.bool()].abs().max() < tolerance, name
 
 
-def test_the_sentence_embedding_is_that_of_sentence_transformers(exported, sentence_folder):
+def test_sentence_embedding_matches_sentence_transformers(exported, sentence_folder):
     """The pooled output equals `SentenceTransformer.encode`, also for a truncated text."""
     from sentence_transformers import SentenceTransformer
 
@@ -161,7 +161,7 @@ def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch)
 # int8
 
 
-def test_a_vector_does_not_depend_on_its_neighbors(exported, padded_batch):
+def test_int8_embedding_does_not_depend_on_the_batch(exported, padded_batch):
     """The int8 embedding of a text does not depend on the other texts or the length of its batch.
 
     Activations have one scale per token. A scale per batch would violate this.
@@ -173,7 +173,7 @@ def test_a_vector_does_not_depend_on_its_neighbors(exported, padded_batch):
     assert np.abs(together - alone).max() < 1e-5
 
 
-def test_int8_by_its_formula():
+def test_int8_product_matches_formula():
     """Check an int8 product against its formula.
 
     The step of a token is its largest absolute value / 127. The step of a weight column is the
@@ -281,7 +281,7 @@ def traced(exported, monkeypatch):
     monkeypatch.setattr(target, "_trace", lambda graph: onnx.load(exported / "onnx" / "model.onnx"))
 
 
-def test_large_models_keep_their_weights_beside_the_graph(
+def test_large_models_use_external_data(
     sentence_folder, tmp_path, traced, monkeypatch, padded_batch
 ):
     """Weights above the size limit of protobuf are written to a separate file.
@@ -328,7 +328,7 @@ def three(sentence_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("file", ["model", "model_fp16", "model_quantized", "model_q4"])
-def test_the_third_input_changes_no_bit(exported, three, file):
+def test_token_type_ids_do_not_change_outputs(exported, three, file):
     """The outputs are bit-identical with any `token_type_ids`, in every precision."""
     torch.manual_seed(0)
     mask = (torch.arange(17) < torch.tensor([17, 5, 9])[:, None]).long()
@@ -418,7 +418,7 @@ def older_vespa(session, folder):
 
 
 @pytest.mark.parametrize("loader", [spark_nlp, langchain4j, semantic_kernel, older_vespa])
-def test_loaders_that_always_feed_three(exported, three, sentence_folder, loader):
+def test_loaders_that_require_token_type_ids(exported, three, sentence_folder, loader):
     """Loaders that always pass three inputs need the export with the third input.
 
     With it, their mean-pooled embeddings equal those of torch. Without it, they fail.

@@ -38,7 +38,7 @@ def exported(sentence_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("lengths", [(1,), (3, 1), (9, 4, 30, 2, 17)])
-def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
+def test_dynamic_shapes(exported, sentence_folder, lengths, padded_batch):
     """The hidden states equal those of torch for shapes that differ from the traced example."""
     ids, mask = padded_batch(*lengths)
     model = NeoBERTModel.from_pretrained(sentence_folder, dtype=torch.float32).eval()
@@ -53,7 +53,7 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
         assert torch.cosine_similarity(hidden, expected, dim=-1).min() > min_cosine, name
 
 
-def test_weights_of_one_byte(exported):
+def test_int8_weights(exported):
     """The matrices of linear layers and embeddings are stored in int8.
 
     The files of float16 and int8 have about one half and one quarter of the size in float32.
@@ -69,7 +69,7 @@ def test_weights_of_one_byte(exported):
     assert types == [openvino.Type.i8] * (1 + 2 * 4 + 1)
 
 
-def test_the_axis_of_the_scales():
+def test_quantization_scale_axis():
     """There is one scale per output of a product, for transposed matrices as well.
 
     With another axis, the output with large weights would reduce the precision of the others.
@@ -93,7 +93,7 @@ def test_the_axis_of_the_scales():
         assert np.abs((actual - expected) / np.abs(weight).max(1)).max() < 0.1
 
 
-def test_a_head(hub_folder, tmp_path, padded_batch):
+def test_sequence_classifier(hub_folder, tmp_path, padded_batch):
     """The logits of a sequence classifier equal those of torch."""
     head = NeoBERTForSequenceClassification
     out = tmp_path / "out"

@@ -40,7 +40,7 @@ ROWS = [
 TEXTS = ["a text", "A bird of prey with a hooked beak."]
 
 
-def test_its_commands_are_understood():
+def test_export_commands_are_valid():
     """The option parser accepts every `neobert export` command of the page."""
     lines = re.findall(r"^neobert export .*$", PAGE, re.MULTILINE)
     assert len(lines) >= 3
@@ -49,7 +49,7 @@ def test_its_commands_are_understood():
         assert arguments.model.folder in ("FOLDER", "examples/sentence-encoder")
 
 
-def test_its_file_names():
+def test_file_names_in_precision_tables():
     """The tables of precisions name the files that the exports write."""
     for name in ("onnx", "openvino"):
         module = importlib.import_module(f"neobert.export.{name}")
@@ -58,7 +58,7 @@ def test_its_file_names():
             assert re.search(row, PAGE, re.MULTILINE), f"no row for {precision} of {name}"
 
 
-def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
+def test_vllm_classifier_example(tmp_path, monkeypatch):
     """The code for classifiers in vLLM computes the logits of the model.
 
     vLLM returns the hidden states of the first token. The code of the page runs unchanged.
@@ -104,7 +104,7 @@ def missing(name):
     return None if exists else f"{path} has no {function}"
 
 
-def test_every_engine_names_its_test():
+def test_engine_rows_refer_to_existing_tests():
     """The row of a tested engine names existing tests, and that of an unsupported one a reason."""
     assert len(ROWS) > 15 and all(len(row) == 5 for row in ROWS)
     for engine, _, _, tested, _ in ROWS:
@@ -122,7 +122,7 @@ def test_every_engine_names_its_test():
             assert missing(name) is None, f"the row of {engine}: {missing(name)}"
 
 
-def test_every_block_is_run_or_marked_as_read():
+def test_code_blocks_have_valid_markers():
     """The marker above each code block names its test, or states that the block is not run.
 
     Blocks that were only read must be in a section that states "not tested".
@@ -193,13 +193,13 @@ def check(embeddings, expected, min_cosine):
 
 
 @pytest.mark.slow
-def test_the_lines_for_onnx_runtime(outputs, inputs, expected, monkeypatch):
-    check_lines("test_the_lines_for_onnx_runtime", outputs, inputs, expected, monkeypatch)
+def test_onnx_runtime_example(outputs, inputs, expected, monkeypatch):
+    check_lines("test_onnx_runtime_example", outputs, inputs, expected, monkeypatch)
 
 
 @pytest.mark.slow
-def test_the_lines_for_openvino(outputs, inputs, expected, monkeypatch):
-    check_lines("test_the_lines_for_openvino", outputs, inputs, expected, monkeypatch)
+def test_openvino_example(outputs, inputs, expected, monkeypatch):
+    check_lines("test_openvino_example", outputs, inputs, expected, monkeypatch)
 
 
 def check_lines(name, outputs, inputs, expected, monkeypatch):
@@ -228,9 +228,9 @@ def in_node(outputs, code):
 
 
 @pytest.mark.slow
-def test_the_lines_for_transformers_js(outputs, expected):
+def test_transformers_js_example(outputs, expected):
     """The example returns the embeddings of torch, for the texts of this test."""
-    example = block("test_the_lines_for_transformers_js")
+    example = block("test_transformers_js_example")
     assert '["a text", "another one"]' in example
     code = example.replace('["a text", "another one"]', json.dumps(TEXTS))
     vectors = in_node(outputs, code + "console.log(JSON.stringify(vectors.tolist()));\n")
@@ -239,15 +239,15 @@ def test_the_lines_for_transformers_js(outputs, expected):
 
 
 @pytest.mark.slow
-def test_the_lines_for_llama_cpp(outputs, expected):
+def test_llama_cpp_example(outputs, expected):
     """The example returns the embedding of torch for its text."""
-    code = block("test_the_lines_for_llama_cpp")
+    code = block("test_llama_cpp_example")
     code += "console.log(JSON.stringify([Array.from(vector)]));\nprocess.exit(0);\n"
     check(in_node(outputs, code), expected[:1], 0.9999)
 
 
 @pytest.mark.slow
-def test_the_lines_for_the_onnx_backend(outputs, expected):
+def test_sentence_transformers_onnx_example(outputs, expected):
     """The example loads a float32 and an int8 graph, and both return the embeddings of torch.
 
     It runs in the environment of `make test-engines`. The test adds a call of `encode` after each
@@ -256,7 +256,7 @@ def test_the_lines_for_the_onnx_backend(outputs, expected):
     if not (ENGINES / "st" / ".ready").exists():
         pytest.skip("needs Optimum, which `make test-engines` installs")
 
-    code = block("test_the_lines_for_the_onnx_backend")
+    code = block("test_sentence_transformers_onnx_example")
     assert code.count("model = SentenceTransformer(") == 2
     encode = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
     first, second = code.rsplit("model = ", 1)

@@ -26,7 +26,7 @@ TEST_LABELS = ["yes", "no", "no", "no"]
 # baseline functions
 
 
-def test_classification_by_hand():
+def test_classification_baselines_match_hand_computed_values():
     """Check both baselines of a classification against values computed by hand."""
     majority, tfidf = baselines.baseline_results(TEXTS, LABELS, TEST_TEXTS, TEST_LABELS)
 
@@ -57,7 +57,7 @@ def test_the_features_are_word_and_character_ngrams():
     assert tfidf.predictions.tolist() == model.predict(np.hstack(test_features)).tolist()
 
 
-def test_pairs_are_compared():
+def test_linear_baseline_uses_both_texts_of_a_pair():
     """Check that the linear model uses both texts of a pair.
 
     The label is 1 if the two texts are equal, so neither text alone determines the label.
@@ -87,12 +87,12 @@ def test_training_rows_are_limited():
 
 
 @pytest.mark.parametrize(("texts", "labels"), [(TEXTS, ["a"] * 60), ([" "] * 60, LABELS)])
-def test_without_two_labels_or_characters_there_is_no_linear_model(texts, labels):
+def test_linear_baseline_is_skipped_if_it_cannot_be_fitted(texts, labels):
     """Only the constant baseline is returned if the linear model cannot be fitted."""
     assert len(baselines.fit_baselines(texts, labels, TEST_TEXTS)) == 1
 
 
-def test_errors_by_formula():
+def test_standard_errors_match_formulas():
     """Check the standard errors of metrics against their formulas."""
     labels = np.repeat([0, 1], [300, 100])
     predictions = np.zeros(400, dtype=int)
@@ -127,7 +127,7 @@ def test_correlations_are_computed_in_double_precision():
 # baselines of GLUE runs
 
 
-def test_error_of_two_splits():
+def test_mnli_standard_error_combines_both_dev_splits():
     """Check the score and standard error of MNLI, the mean over its two dev splits."""
     labels = {
         "validation_matched": np.array([0, 1, 2, 0]),
@@ -139,7 +139,7 @@ def test_error_of_two_splits():
     assert error == pytest.approx(math.sqrt(1 / 4 / 4 + 2 / 9 / 3) / 2)
 
 
-def test_baselines_of_a_task_use_the_rows_of_the_run():
+def test_baselines_exclude_held_out_rows():
     """The baselines are fitted on the training rows without the held-out rows."""
     texts = {"sentence": TEXTS, "label": [int(label == "yes") for label in LABELS]}
     splits = {"train": texts, "validation": {"sentence": TEST_TEXTS, "label": [1, 0, 0, 0]}}
@@ -168,7 +168,7 @@ def result_of(score, classes=2):
     }
 
 
-def test_a_baseline_that_is_not_beaten_is_a_warning(caplog):
+def test_warning_if_best_baseline_is_not_beaten(caplog):
     """The mean score over the seeds must be higher than that of the best baseline."""
     caplog.set_level(logging.INFO, "neobert")
     cases = [([result_of(0.91)], 0), ([result_of(0.9)], 1), ([result_of(0.95), result_of(0.8)], 1)]
@@ -185,7 +185,7 @@ def test_a_baseline_that_is_not_beaten_is_a_warning(caplog):
     assert "--learning-rate" in caplog.text and "--num-train-epochs" in caplog.text
 
 
-def test_a_single_class_is_a_warning(caplog):
+def test_warning_if_a_single_class_is_predicted(caplog):
     """A run that predicts the same class for every row logs a warning."""
     glue.report_baselines(TASKS["sst2"], [result_of(0.95), result_of(0.95, classes=1)])
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -214,7 +214,7 @@ def test_a_run_is_compared_with_its_baselines(world, tmp_path, caplog):
     assert "| TF-IDF |" in page and f"{100 * score:.1f} ± " in page
 
 
-def test_samples_with_a_single_label_do_not_warn(recwarn):
+def test_bootstrap_samples_with_one_label_do_not_warn(recwarn):
     """Check that bootstrap samples with a single label cause no warning of scikit-learn."""
     labels = np.array([0, 1, 1])
     baselines.bootstrap_error(baselines.METRICS["matthews"], labels, labels)

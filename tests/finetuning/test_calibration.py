@@ -29,13 +29,13 @@ def sampled(temperature, rows=4000):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_the_temperature_that_distorted_the_logits_is_recovered(temperature):
+def test_fit_temperature_recovers_known_temperature(temperature):
     """Check that `fit_temperature` returns the factor by which the logits were multiplied."""
     logits, labels = sampled(temperature)
     assert fit_temperature(logits, labels, False) == pytest.approx(temperature, rel=0.1)
 
 
-def test_predictions_without_an_error_keep_their_temperature():
+def test_temperature_is_1_if_all_predictions_are_correct():
     """The temperature stays 1 if all predictions are correct.
 
     A lower temperature would reduce the loss without limit.
@@ -46,7 +46,7 @@ def test_predictions_without_an_error_keep_their_temperature():
     assert fit_temperature(logits, np.array([[1, 0], [1, 1], [1, 0]]), True) == 1
 
 
-def test_multi_label_logits_have_a_temperature():
+def test_fit_temperature_of_multi_label_logits():
     """Check that the temperature of sigmoid outputs is recovered."""
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(4000, 2))
@@ -54,7 +54,7 @@ def test_multi_label_logits_have_a_temperature():
     assert fit_temperature(2 * logits, labels, True) == pytest.approx(2.0, rel=0.1)
 
 
-def test_the_calibration_error_by_hand():
+def test_calibration_error_matches_hand_computed_values():
     """Check the expected calibration error against values computed by hand."""
     # The first bin has confidence 0.9 and accuracy 0.5, the second one 0.6 and 1.0.
     confidences = np.array([0.9, 0.9, 0.6, 0.6])

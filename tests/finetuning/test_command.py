@@ -25,7 +25,7 @@ from neobert.finetuning.tasks import TASKS
 # metrics
 
 
-def test_metrics_by_hand():
+def test_metrics_match_hand_computed_values():
     """Check the metrics of GLUE tasks against values computed by hand."""
 
     def scores(name, logits, labels):
@@ -58,7 +58,7 @@ def test_metrics_by_hand():
     assert scores("stsb", np.ones((4, 1)), truth)["score"] == 0.0
 
 
-def test_mnli_is_the_mean_of_matched_and_mismatched():
+def test_mnli_score_averages_matched_and_mismatched():
     """The dev score averages both dev splits, and the held-out rows select the checkpoint."""
     labels = np.array([0, 1, 2, 0, 1, 2])
     logits = np.eye(3)[[0, 1, 0, 0, 0, 0]]
@@ -82,7 +82,7 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
 # protocol
 
 
-def test_hyper_parameters_are_the_papers():
+def test_presets_and_defaults_match_the_paper():
     """Check the presets and the default options against the paper.
 
     `paper` contains the batch size, learning rate and weight decay of the best combination of the
@@ -159,7 +159,7 @@ def test_the_learning_rate_depends_on_the_hidden_size():
     assert rate(384, "--lora") == 3e-4
 
 
-def test_the_hidden_size_is_that_of_the_configuration(world, tmp_path):
+def test_encoder_hidden_size_is_read_from_config(world, tmp_path):
     """`encoder_hidden_size` reads the hidden size under the name that the architecture uses."""
     assert glue_model.encoder_hidden_size(str(world / "model")) == 32
     assert glue_model.encoder_hidden_size(str(world / "bert")) == 32
@@ -200,7 +200,7 @@ def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
     )
 
 
-def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
+def test_held_out_score_selects_the_checkpoint(world, tmp_path, monkeypatch):
     """The held-out score selects the checkpoint, and its dev score is reported."""
     held_out = iter([0.2, 0.95, 0.3, 0.4, 0.5])
     dev = iter([0.9, 0.1, 0.8, 0.7, 0.6])
@@ -225,7 +225,7 @@ def make_run(*arguments):
     return GlueRun(OPTIONS["glue"].read(argv), TASKS["sst2"], hyperparameters, seed=1)
 
 
-def test_a_run_is_identified_by_what_its_results_depend_on():
+def test_run_directory_depends_on_result_affecting_options():
     """Only options that affect the results change the directory of a run.
 
     The name of the directory ends with a digest of the settings, so the command recognizes finished
@@ -271,7 +271,7 @@ def test_held_out_rows_are_not_trained_on(world):
     assert train["labels"][:] == [splits["train"]["label"][i] for i in kept]
 
 
-def test_held_out_rows_are_a_sample():
+def test_held_out_rows_are_a_random_sample():
     """Held-out rows are a random sample, because training files may be sorted.
 
     About 50 rows of each half of 1,000 rows must be held out.
@@ -294,7 +294,7 @@ def test_evaluation_interval(tmp_path, batches, steps):
     assert interval("--evaluations-per-epoch", "2") == min(500, batches // 2)
 
 
-def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
+def test_warmup_is_a_fraction_of_all_steps(tmp_path):
     """The warmup takes 6 % of all steps, rounded up.
 
     1,000 rows in batches of 32 are 32 steps per epoch and 128 steps in 4 epochs, and 6 % of 128 is

@@ -67,7 +67,7 @@ def test_classification(classified):
     assert str(folder) not in card
 
 
-def test_the_model_is_the_one_that_was_measured(classified):
+def test_saved_model_works_in_the_pipeline(classified):
     """The saved model classifies texts in the pipeline of transformers."""
     folder, result = classified
     classifier = pipeline("text-classification", str(folder / "out"), trust_remote_code=True)
@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
     assert resumed["fine_tuned"] == result["fine_tuned"]
 
 
-def test_several_labels(tmp_path):
+def test_multi_label_classification(tmp_path):
     """Check a multi-label classification: metric, baselines, configuration and plot."""
     result = runs.run(tmp_path, runs.multi_label_rows())
     assert result["task"] == "multi-label" and value(result, "micro_f1") > 0.9
@@ -149,7 +149,7 @@ def test_regression(tmp_path, lora):
     assert (tmp_path / "out" / "predictions.png").is_file()
 
 
-def test_spans_of_characters(tmp_path):
+def test_token_classification_with_character_spans(tmp_path):
     """Check token classification: metrics, baselines, and entities in the pipeline."""
     result = runs.run(tmp_path, runs.span_rows(), "--num-train-epochs", "12")
     assert value(result, "entity_f1") > 0.9
@@ -214,7 +214,7 @@ def test_the_command_prints_the_comparison(classified, tmp_path, capsys, caplog)
         ([1] * 50 + [0] * 50, "is not better than the best baseline, b (accuracy +0.000", False),
     ],
 )
-def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_better):
+def test_comparison_statement(own, statement, is_better):
     """Check the statement for 90, 51 and 50 correct predictions; the best baseline has 50.
 
     `own` contains the predictions of the fine-tuned model for 100 rows.
@@ -235,7 +235,7 @@ def test_the_comparison_states_whether_fine_tuning_is_better(own, statement, is_
     assert summary["standard_error"] == pytest.approx(differences.std() / 10, rel=0.25, abs=0.004)
 
 
-def test_ratings_have_a_mean_distance():
+def test_mean_distance_of_numeric_labels():
     """The mean distance is computed between numeric class names, and is None for other names."""
     task = TextTask("classification", ("text",), ("stars",), ("1", "2", "5"))
     assert evaluation.mean_distance(task, [0, 1, 2], np.array([0, 2, 0])) == (0 + 3 + 4) / 3
@@ -261,7 +261,7 @@ def test_truncated_texts_are_counted(tmp_path, caplog):
     assert result["baselines"] == [] and result["comparison"]["baseline"] is None
 
 
-def test_embeddings_of_pairs_have_their_difference_and_product():
+def test_pair_features_contain_difference_and_product():
     """The features of a pair are both embeddings, their absolute difference and their product."""
 
     class Encoder:
@@ -281,7 +281,7 @@ def test_embeddings_of_pairs_have_their_difference_and_product():
 
 
 @pytest.mark.slow
-def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
+def test_default_options_with_the_bundled_encoder(tmp_path):
     """With the default options, the bundled encoder learns to classify definitions.
 
     The label of a definition is its first words, which are removed from the text. The majority
@@ -315,7 +315,7 @@ def test_the_defaults_learn_with_the_bundled_encoder(tmp_path):
 
 
 @pytest.mark.slow
-def test_names_in_text_beat_the_most_frequent_tags(tmp_path):
+def test_name_tagging_beats_the_most_frequent_tag_baseline(tmp_path):
     """Fine-tuning finds more names than a baseline with the most frequent tag of each word.
 
     These rows were created from WordNet and are also used for a row of the README.

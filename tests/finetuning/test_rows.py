@@ -52,7 +52,7 @@ def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
         assert {tuple(label) for label in splits.train.labels} == {(1, 0), (1, 1), (0, 0)}
 
 
-def test_columns_of_zeros_and_ones_are_labels(tmp_path):
+def test_binary_label_columns_are_multi_label(tmp_path):
     """Several label columns of 0 and 1 are a multi-label task. Other values are an error."""
     rows = [{"comment": f"c {i}", "toxic": i % 2, "rude": int(i % 3 == 0)} for i in range(60)]
     options = {"text_column": ["comment"], "label_column": ["toxic", "rude"]}
@@ -144,7 +144,7 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
         (rows_with(["a", "b"], copies=2), {}, "must have at least 2 rows, got"),
     ],
 )
-def test_errors_are_one_sentence(tmp_path, rows, options, message):
+def test_unusable_rows_are_reported(tmp_path, rows, options, message):
     """Check the messages about rows that cannot be used."""
     with pytest.raises(UserError, match=message):
         read(tmp_path, rows, **options)
@@ -182,7 +182,7 @@ def test_splits_are_stratified_disjoint_and_seeded():
     assert 40 < sum(index < 350 for index in first) < 100
 
 
-def test_equal_texts_stay_together_and_rare_labels_are_trained_on():
+def test_splits_of_equal_texts_and_rare_labels():
     """Rows with equal texts are in the same part, and labels of two rows are in the training part.
 
     Equal texts in two parts would leak training rows into the validation or test rows.
@@ -197,7 +197,7 @@ def test_equal_texts_stay_together_and_rare_labels_are_trained_on():
     assert sets[1] and sets[2] and set(rare) <= sets[0]
 
 
-def test_files_replace_the_splits(tmp_path, caplog):
+def test_test_file_replaces_the_test_split(tmp_path, caplog):
     """With a test file, no training rows are used for the test.
 
     A label that only the test file contains is part of the task, and is reported.

@@ -93,7 +93,7 @@ def test_table_layout(tmp_path):
         (["--learning-rate", "1e-4"], "m"),
     ],
 )
-def test_runs_that_do_not_compare_are_rows_of_their_own(options, row):
+def test_incomparable_runs_have_separate_rows(options, row):
     """Options that make runs incomparable are part of the name of the row."""
     assert OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options]).row == row
 
@@ -109,7 +109,7 @@ def test_published_averages():
         )
 
 
-def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
+def test_grid_runs_best_combination_with_all_seeds(tmp_path, monkeypatch):
     """The grid is searched with the first seed, and the best combination is run with all seeds."""
     calls = []
 
@@ -135,7 +135,7 @@ def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
     assert calls[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2
 
 
-def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
+def test_starts_from_mnli_run_with_best_selection_score(tmp_path):
     """Tasks start from the MNLI run of the same row with the highest selection score."""
     argv = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
     options = OPTIONS["glue"].read(argv)
@@ -153,9 +153,7 @@ def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
 
 
 @pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
-def test_weights_are_kept_of_runs_that_are_better_than_those_before(
-    world, tmp_path, monkeypatch, keep, kept
-):
+def test_keep_models_option(world, tmp_path, monkeypatch, keep, kept):
     """By default, the weights of a run are saved if its score is higher than all earlier scores.
 
     Weights that were saved before are not removed. With "all", the weights of all runs are saved.
@@ -172,7 +170,7 @@ def test_weights_are_kept_of_runs_that_are_better_than_those_before(
     assert len(glue_table.finished_runs(tmp_path)) == 3
 
 
-def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):
+def test_different_weights_or_rows_need_another_name(world, tmp_path):
     """Other weights or other rows under the name of an earlier run are an error."""
     output = tmp_path / "out"
     options = {"num_train_epochs": 0.2, "name": "mine"}
@@ -191,7 +189,7 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
     assert len(glue_table.finished_runs(output)) == 1
 
 
-def test_tables_of_others_are_not_replaced(world, tmp_path):
+def test_unrelated_table_files_are_not_replaced(world, tmp_path):
     """Table files that the command did not write are an error, and stay unchanged."""
     for name in ("table.md", "table.json"):
         (tmp_path / name).write_text("{}")

@@ -29,7 +29,7 @@ def words_of(text):
     return [text[start:end] for start, end in split_words(text)]
 
 
-def test_words_are_runs_of_letters_signs_and_single_ideographs():
+def test_split_words():
     """Check how texts are split into words, also in scripts without spaces."""
     assert words_of("Ada's 3.5 café, no?") == [
         "Ada",
@@ -47,7 +47,7 @@ def test_words_are_runs_of_letters_signs_and_single_ideographs():
     assert words_of(" \n") == []
 
 
-def test_joined_words_have_their_bounds():
+def test_join_words_returns_word_bounds():
     text, bounds = join_words(["New", "York", "", "is"])
     assert text == "New York  is"
     assert [text[start:end] for start, end in bounds] == ["New", "York", "", "is"]
@@ -68,7 +68,7 @@ def test_schemes_are_converted_to_bio():
     assert is_bio(["O", "B-X"]) and not is_bio(["O", "NOUN"]) and not is_bio(["B"])
 
 
-def test_spans_become_tags_of_the_words_that_they_touch():
+def test_spans_are_converted_to_word_tags():
     """A word belongs to a span that contains one of its characters."""
     text = "Dr. Ada Byron-King of London"
     words = split_words(text)
@@ -87,7 +87,7 @@ def test_spans_become_tags_of_the_words_that_they_touch():
     assert tags_from_spans(all_spans, words) == (tags, 2)
 
 
-def test_the_first_token_of_a_word_carries_its_tag():
+def test_token_positions_of_words():
     """`token_positions` returns the first token of each word, or -1 for a truncated word."""
     words = [(0, 3), (4, 9), (9, 10), (11, 14)]
     # [CLS] and [SEP] have no characters, the second word has two tokens, and the last word was
@@ -111,7 +111,7 @@ def test_plain_tags_make_one_entity_per_word():
     assert tag_counts(["NOUN", "VERB"], ["NOUN", "NOUN"], bio=False) == (1, 2, 2)
 
 
-def test_entities_are_those_of_seqeval():
+def test_entities_match_seqeval():
     """Entities and the F1 score of random tag sequences are those of seqeval."""
     generator = random.Random(0)
     names = ["O", "B-X", "I-X", "B-Y", "I-Y"]

@@ -46,7 +46,7 @@ def test_bad_options(world, tmp_path, more, words):
     assert files <= {"run.json", ".lock"}, "Files were written although the options are invalid."
 
 
-def test_names_and_grids():
+def test_default_name_and_grid_values():
     """The default name is that of the resolved directory, and --grid-values sets the grid."""
     arguments = ["--task", "sst2", "--model", "here/sub/..", "--grid"]
     grid = "{batch_size: [3], learning_rate: [1e-4], weight_decay: [0]}"
@@ -57,7 +57,7 @@ def test_names_and_grids():
     assert hyperparameters == Hyperparameters(batch_size=3, learning_rate=1e-4, weight_decay=0)
 
 
-def test_every_task_is_checked_before_the_first_is_trained(world, tmp_path, monkeypatch):
+def test_all_tasks_are_validated_before_training(world, tmp_path, monkeypatch):
     """A batch size that three processes cannot share is an error before any run."""
     processes = SimpleNamespace(num_processes=3, is_main_process=True)
     monkeypatch.setattr(glue_run, "process_state", lambda: processes)
@@ -97,7 +97,7 @@ def test_bad_rows(tmp_path, lines, words):
         glue_tasks.load_task(TASKS["sst2"], str(tmp_path))
 
 
-def test_file_kinds_give_the_same_rows(tmp_path):
+def test_parquet_and_csv_give_the_same_rows(tmp_path):
     """Parquet and CSV files with the same content give the same rows.
 
     The parquet file is named like the shards on the Hub.
@@ -117,7 +117,7 @@ def test_file_kinds_give_the_same_rows(tmp_path):
     assert loaded == {"train": columns, "validation": columns}
 
 
-def test_rows_of_the_hub(monkeypatch):
+def test_load_task_from_the_hub(monkeypatch):
     """`load_task` requests all splits of the data set, and returns the columns of the task."""
     import datasets
 
@@ -136,7 +136,7 @@ def test_rows_of_the_hub(monkeypatch):
     assert splits["train"] == {"premise": ["a"], "hypothesis": ["b"], "label": [2]}
 
 
-def test_checkpoint_of_another_kind(world, tmp_path):
+def test_incomplete_or_truncated_checkpoint_is_refused(world, tmp_path):
     """A checkpoint that lacks encoder weights, and a truncated file, are refused."""
     from safetensors.torch import load_file, save_file
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 # runs
 
 
-def test_run_result_and_skipping(world, tmp_path):
+def test_run_result_and_rerun(world, tmp_path):
     """Check the result and the saved model of a run, and that a finished run is not repeated."""
     runs = run(world, tmp_path, num_train_epochs=3, seeds="1,2")
     folder, result = runs["sst2", 1]
@@ -54,7 +54,7 @@ def test_run_result_and_skipping(world, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
 
 
-def test_trainers_options_go_through(world, tmp_path):
+def test_trainer_options_are_used(world, tmp_path):
     """Options of Trainer are used, and those that affect the results are part of the settings.
 
     `logging_steps` does not affect the results. Gradient accumulation does not change the batch
@@ -76,7 +76,7 @@ def test_trainers_options_go_through(world, tmp_path):
     assert steps[0] == steps[1], "The global batch size must be 16 rows in both runs."
 
 
-def test_mnli_start(world, tmp_path, caplog):
+def test_tasks_that_start_from_mnli(world, tmp_path, caplog):
     """RTE, STS-B and MRPC start from the MNLI run if there is one, and SST-2 does not."""
     runs = run(world, tmp_path, "rte")
     assert "there is no finished MNLI run" in caplog.text
@@ -130,7 +130,7 @@ def test_lora_is_saved_merged_and_reloaded(world, tmp_path):
     assert "LoRA r=4" in (tmp_path / "table.md").read_text()
 
 
-def test_lora_on_a_baseline(world, tmp_path):
+def test_lora_with_bert(world, tmp_path):
     """LoRA works with BERT, whose linear layers have other names than those of NeoBERT."""
     pytest.importorskip("peft")
     runs = run(world, tmp_path, model=world / "bert", lora=True, num_train_epochs=0.2)

@@ -109,7 +109,7 @@ def _flat(name):
 
 
 @pytest.mark.parametrize("rung", CHANGES)
-def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
+def test_ablation_changes_only_the_expected_settings(rung):
     """Each ablation differs from its base in the settings of the paper only."""
     base, allowed = CHANGES[rung]
     before, after = _flat(base), _flat(rung)
@@ -123,7 +123,7 @@ def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
     )
 
 
-def test_every_rung_of_table_2_has_a_recipe():
+def test_every_ablation_of_table_2_has_a_recipe():
     """Every ablation of Table 2 has a recipe, except for M10.
 
     M10, the last one, is a search for hyperparameters.
@@ -134,7 +134,7 @@ def test_every_rung_of_table_2_has_a_recipe():
     assert {"m0", *CHANGES} == recipes
 
 
-def test_m0_is_the_papers_bert():
+def test_m0_matches_the_bert_baseline():
     """The recipe m0 has the settings of the paper's BERT baseline."""
     m0 = _flat("m0")
     expected = {
@@ -170,7 +170,7 @@ def test_m0_is_the_papers_bert():
     "stage, steps, length, keys",
     [(1, 1_000_000, 1024, {}), (2, 50_000, 4096, {"mixture": {0: 0.2, 1024: 0.4, 2048: 0.4}})],
 )
-def test_the_stages_have_the_papers_values(stage, steps, length, keys):
+def test_stage_recipes_match_the_paper(stage, steps, length, keys):
     """The recipes of both training stages have the values of the paper."""
     path = RECIPES / f"neobert_stage{stage}.yaml"
     # A device without bf16 rejects the option, so its value is read from the file below.
@@ -220,7 +220,7 @@ PRETRAINING = [
 
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
-def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
+def test_recipes_are_valid_and_end_at_the_expected_learning_rate(path):
     """All pre-training recipes are valid, and their learning rate ends at the value of the paper.
 
     Linear decay and the WSD recipes end at 0, all other recipes at 10% of the maximum.

@@ -81,7 +81,7 @@ def build(model_class, implementation, **fields):
 @pytest.mark.parametrize("fields", ({}, LEARNED), ids=("neobert", "learned"))
 @every_implementation
 @torch.no_grad()
-def test_padded_packed_and_alone_agree(implementation, fields, flash, batch):
+def test_all_layouts_match_the_reference(implementation, fields, flash, batch):
     """Every layout of a batch gives the outputs of the float64 reference."""
     ids, mask, texts = batch
     model = build(NeoBERTModel, implementation, **fields)
@@ -99,7 +99,7 @@ def test_padded_packed_and_alone_agree(implementation, fields, flash, batch):
 @pytest.mark.parametrize("flash_kwargs", (True, False))
 @every_implementation
 @torch.no_grad()
-def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, warnings):
+def test_flattening_collator(implementation, flash_kwargs, flash, batch, warnings):
     """Batches of `DataCollatorWithFlattening` are packed, with and without its flash arguments.
 
     Without the flash arguments, only the positions mark the boundaries between texts. A warning
@@ -120,7 +120,7 @@ def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, war
 
 
 @with_gradients
-def test_gradients_agree(implementation, flash, batch):
+def test_gradients_match_single_texts(implementation, flash, batch):
     """Every layout of a batch gives the gradients of single texts."""
     ids, mask, texts = batch
     labels = torch.where(mask == 1, (ids * 7) % 200, -100)
@@ -154,7 +154,7 @@ def test_gradients_agree(implementation, flash, batch):
 
 
 @torch.no_grad()
-def test_a_registered_function_gets_everything_untouched():
+def test_registered_function_receives_unchanged_arguments():
     """Check the arguments of a registered attention function.
 
     It receives queries, keys, values, a boolean mask, the scaling, the dropout, and the arguments
@@ -200,7 +200,7 @@ def test_a_registered_function_gets_everything_untouched():
 
 
 @torch.no_grad()
-def test_a_function_with_additive_masks():
+def test_registered_function_receives_additive_masks():
     """A function registered with the mask function of eager receives an additive mask.
 
     The mask has the dtype of the model. It is 0 where attention is allowed, and the lowest finite
@@ -226,7 +226,7 @@ def test_a_function_with_additive_masks():
 
 
 @torch.no_grad()
-def test_no_token_is_without_a_token_to_see():
+def test_every_token_attends_to_at_least_one_token():
     """Every token may attend to at least one token, also in a row that contains only padding.
 
     Many kernels return NaN for a softmax over no values, so such a row attends to all its tokens.
@@ -250,7 +250,7 @@ def test_no_token_is_without_a_token_to_see():
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @torch.no_grad()
-def test_flash_contract(flash, dtype, unpad_inputs, batch):
+def test_flash_attention_arguments(flash, dtype, unpad_inputs, batch):
     """Check the arguments of the flash-attn kernels.
 
     They take int32 offsets and a scale. The maximum lengths are integers, because a tensor would
@@ -287,7 +287,7 @@ def test_flash_contract(flash, dtype, unpad_inputs, batch):
 
 
 @torch.no_grad()
-def test_a_hub_kernel_is_packed_like_flash(flash, batch):
+def test_hub_kernel_receives_packed_batches(flash, batch):
     """A kernel from the Hub receives packed batches.
 
     transformers registers such a kernel under the name of its repository, with the mask function of
@@ -334,7 +334,7 @@ WAYS = {
 @pytest.mark.parametrize("packing", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2"))
 @torch.no_grad()
-def test_ways_to_say_packed(implementation, packing, flash):
+def test_packing_argument_formats(implementation, packing, flash):
     """Every supported form of the packing arguments gives the outputs of single texts."""
     model = build(NeoBERTModel, implementation)
     hidden = model(torch.cat(PACKED_TEXTS)[None], **packing).last_hidden_state
@@ -356,7 +356,7 @@ def test_ways_to_say_packed(implementation, packing, flash):
         ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "has no padding"),
     ),
 )
-def test_packing_that_does_not_fit_is_one_sentence(packing, words):
+def test_inconsistent_packing_arguments_are_rejected(packing, words):
     """Packing arguments that contradict each other raise a ValueError with an explanation.
 
     Without the check, each case would silently mix texts or hide a part of one.
@@ -367,7 +367,7 @@ def test_packing_that_does_not_fit_is_one_sentence(packing, words):
 
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2", "eager"))
 @torch.no_grad()
-def test_hidden_states_and_weights_of_a_packed_batch(implementation, flash):
+def test_hidden_states_and_attentions_of_a_packed_batch(implementation, flash):
     """Hidden states and attention weights keep the packed shape of the caller.
 
     The weights between different texts are zero.
@@ -428,7 +428,7 @@ def test_switching_the_implementation_of_a_loaded_model(flash, batch):
 
 
 @pytest.mark.parametrize("width,words", [(512, None), (528, "a head_dim of at most 256, not 264")])
-def test_flash_attention_2_names_an_unsupported_head_dim(width, words):
+def test_flash_attention_2_unsupported_head_dim(width, words):
     """flash_attention_2 supports a head_dim of at most 256.
 
     `attention_kernel` returns a reason why the kernel cannot run with a larger one.
@@ -477,7 +477,7 @@ KERNELS_OF_CUDA = (
 
 
 @pytest.mark.parametrize("dtype,fields,torch_has_it,capability,words", KERNELS_OF_CUDA)
-def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
+def test_attention_backend_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
     """`attention_backend` names the kernel for a GPU, and why it is not the kernel of torch.
 
     The device is simulated, so the test needs no GPU.
@@ -489,7 +489,7 @@ def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, mo
     assert words in model.attention_backend(), model.attention_backend()
 
 
-def test_an_implementation_that_does_not_exist():
+def test_unknown_implementation_is_rejected():
     """An unknown attention implementation raises a ValueError and changes nothing."""
     model = make_model(NeoBERTModel)
     with pytest.raises(ValueError, match="nosuch"):
@@ -523,7 +523,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("layout", ("padded", "packed by the model", "packed by the caller"))
-def test_sdpa_makes_no_square_tensor(layout):
+def test_sdpa_allocates_no_attention_matrix(layout):
     """Check that sdpa allocates no tensor with the size of an attention matrix.
 
     The eager function allocates one, which shows that the measurement detects it.
@@ -555,7 +555,7 @@ def test_sdpa_makes_no_square_tensor(layout):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @torch.no_grad()
-def test_packed_on_cuda(dtype):
+def test_packing_precision_on_cuda(dtype):
     """Packing on a GPU does not increase the rounding error.
 
     The error is at most twice that of the padded eager model in the same dtype.

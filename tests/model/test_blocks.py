@@ -39,7 +39,7 @@ def count_compiled_calls(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkeypatch):
+def test_compiled_run_matches_eager_run(corpus, tmp_path, monkeypatch):
     """Runs with and without compiled blocks have the same losses and weights."""
     torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)
@@ -64,7 +64,7 @@ def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkey
         torch.testing.assert_close(compiled[name], weight, atol=1e-3, rtol=0, msg=name)
 
 
-def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
+def test_run_resumes_with_compiled_blocks(corpus, tmp_path, monkeypatch):
     """A run that started without compilation may be resumed with `compile`."""
     torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)
@@ -77,7 +77,7 @@ def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
     assert len(calls) >= 2 * 2
 
 
-def test_compilation_is_taken_back():
+def test_uncompile_blocks():
     """`uncompile_blocks` restores blocks that `compile_blocks` compiled.
 
     Compilation does not change the names of the weights.
@@ -98,7 +98,7 @@ def test_compilation_is_taken_back():
 @pytest.mark.parametrize(
     "option, value", [("torch_compile", "true"), ("torch_compile_backend", "inductor")]
 )
-def test_the_complete_model_is_not_compiled(corpus, tmp_path, capsys, option, value):
+def test_compiling_the_complete_model_is_rejected(corpus, tmp_path, capsys, option, value):
     """Options of Trainer that compile the complete model are rejected before the output is created.
 
     The graph of the complete model has no kernel for packed batches, so training was three times

@@ -82,7 +82,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_peft_defaults_keep_the_head(base, tmp_path, method):
+def test_reloaded_peft_adapter_gives_the_same_logits(base, tmp_path, method):
     """Check that a reloaded adapter gives the logits of the trained model.
 
     Three training steps change everything that PEFT trains. The adapter is then loaded onto a base
@@ -119,7 +119,7 @@ def test_peft_defaults_keep_the_head(base, tmp_path, method):
     assert (untrained - expected).abs().max() > 1e-2, "Training did not change the logits."
 
 
-def test_the_embedding_as_a_module_to_save(base):
+def test_token_embedding_in_modules_to_save(base):
     """Check the name of the token embedding in `modules_to_save` of PEFT.
 
     PEFT compares the end of module names. `encoder`, the token embedding, is also the end of
@@ -143,7 +143,7 @@ def test_the_embedding_as_a_module_to_save(base):
     assert saved_modules == {"encoder", "classifier"}
 
 
-def test_the_draw_of_dense():
+def test_dense_initialization_does_not_depend_on_the_seed():
     """`dense` is initialized with the same values in every process, unlike `classifier`.
 
     Both are sampled from normal(0, classifier_init_range), but only `classifier` depends on the
@@ -166,7 +166,7 @@ def test_the_draw_of_dense():
     assert torch.allclose(weight[0, :4], expected, atol=1e-7)
 
 
-def test_a_trained_dense_is_loaded(tmp_path):
+def test_trained_dense_weights_are_loaded(tmp_path):
     """The reproducible initialization of `dense` never overwrites weights of a checkpoint."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     model.save_pretrained(tmp_path)
@@ -184,7 +184,7 @@ def test_a_trained_dense_is_loaded(tmp_path):
         )
 
 
-def test_adapters_of_a_mixed_batch():
+def test_mixed_batch_uses_one_adapter_per_row():
     """With `adapter_names` of PEFT, each row of a padded batch runs through its own adapter."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(target_modules=TARGETS, r=4, init_lora_weights=False)
@@ -281,7 +281,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("what", HOOKS)
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
-def test_hooks_see_the_batch_axis(what, model_class, warnings):
+def test_hooks_disable_packing(what, model_class, warnings):
     """With a hook or replacement inside the model, padded batches are not packed.
 
     The hook gets tensors of shape (B, L, D), the outputs stay the same, and a single warning is
@@ -313,7 +313,7 @@ def test_hooks_see_the_batch_axis(what, model_class, warnings):
 @pytest.mark.parametrize(
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
 )
-def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
+def test_hooks_keep_packed_sequences_separate(model_class, by):
     """With a hook inside the model, a batch that the caller packed keeps its sequences separate.
 
     The model itself packs no padded batch while there is a hook.
@@ -331,7 +331,7 @@ def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
 
 
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
-def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
+def test_hidden_states_are_part_of_the_autograd_graph(model_class):
     """Gradients with respect to hidden states work, as in BERT, and equal those without packing.
 
     Hidden states of a packed batch are unpacked copies outside of the graph. A batch is therefore
@@ -359,7 +359,7 @@ def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
     assert token_counts == [19]
 
 
-def test_the_encoder_is_the_stack_of_blocks():
+def test_get_encoder_returns_the_blocks():
     """`get_encoder`, which libraries call, returns the blocks.
 
     The attribute `model.encoder` is the token embedding, as in the published model.
@@ -369,7 +369,7 @@ def test_the_encoder_is_the_stack_of_blocks():
 
 
 @torch.no_grad()
-def test_packing_on_request():
+def test_unpad_inputs_argument_takes_precedence():
     """The argument `unpad_inputs` takes precedence over hooks and the configuration.
 
     A caller whose hook accepts packed tensors can request packing, and any caller can turn packing
@@ -404,7 +404,7 @@ MACHINERY = {
 
 @pytest.mark.parametrize("what", MACHINERY)
 @torch.no_grad()
-def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
+def test_training_hooks_do_not_disable_packing(what, warnings):
     """Hooks of torch, accelerate and transformers for training leave packing on."""
     model = make_model(NeoBERTModel)
     MACHINERY[what](model)
@@ -418,7 +418,7 @@ def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
 
 
 @pytest.mark.parametrize("norm_type", ["layer", "rms"])
-def test_opacus_clips_gradients_of_each_text(norm_type):
+def test_opacus_per_sample_gradients(norm_type):
     """The per-sample gradients of Opacus equal the gradients of each text alone."""
     grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
     ids, mask = random_batch([9, 4, 6])
@@ -442,7 +442,7 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
                 assert_same(q.grad_sample[row], p.grad, 1e-4, f"gradient of {name} for text {row}")
 
 
-def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
+def test_neftune_noise_uses_the_padded_length(base, tmp_path):
     """NEFTune scales its noise with the length of the padded batch, not of the packed row.
 
     The noise is alpha / sqrt(L * D) (Jain et al. 2023). The hook that Trainer adds to the embedding
@@ -513,9 +513,7 @@ SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
         (torch.tensor([0.5, 1.5]), 1, "regression"),
     ],
 )
-def test_the_problem_that_labels_tell_is_saved(
-    labels, num_labels, problem, tmp_path, tokenizer_dir
-):
+def test_inferred_problem_type_is_saved(labels, num_labels, problem, tmp_path, tokenizer_dir):
     """The problem type that is inferred from the labels is saved with the model.
 
     The text-classification pipeline reads it to select its output function, for example a sigmoid
@@ -565,7 +563,7 @@ def sentence_transformers():
     )
 
 
-def test_a_masked_lm_folder_is_splade(save, sentence_transformers, tokenizer_dir):
+def test_masked_lm_loads_as_splade_encoder(save, sentence_transformers, tokenizer_dir):
     """sentence-transformers loads a saved masked LM as a SPLADE encoder.
 
     It looks for a name that ends in ForMaskedLM in `architectures`, where the published name comes

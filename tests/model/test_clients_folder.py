@@ -101,14 +101,14 @@ def check(vectors, expected):
     )
 
 
-def test_the_page_has_the_libraries():
+def test_page_covers_all_libraries():
     """The page has a code block for each library, in this order."""
     libraries = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
     assert list(BLOCKS) == [*libraries, "Qdrant", "DSPy", "scikit", "DuckDB"]
 
 
 @pytest.mark.parametrize("library", list(BLOCKS)[:-1])
-def test_the_block_of_the_page(library, expected):
+def test_code_blocks_give_the_reference_embeddings(library, expected):
     """The code block of each library gives the reference embeddings."""
     check(vectors_of(BLOCKS[library]), expected)
 
@@ -129,7 +129,7 @@ def test_fastembed(tmp_path, expected):
     check(vectors_of(FASTEMBED.replace('["a text"]', "texts"), cwd=tmp_path), expected)
 
 
-def test_versions_are_those_of_the_page():
+def test_versions_match_constraints_and_page():
     """The installed versions are those of the constraints, and the page states the same ones."""
     lines = (ROOT / "constraints" / "clients.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")

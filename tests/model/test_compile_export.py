@@ -39,7 +39,7 @@ FORMS = (("sdpa", {}), ("eager", {}), ("sdpa", LEARNED), ("sdpa", YARN))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation,fields", FORMS)
-def test_compile_is_one_graph(implementation, fields):
+def test_model_compiles_to_a_single_graph(implementation, fields):
     """The complete model compiles to a single graph, with and without an attention mask."""
     fields = {"attn_implementation": implementation, "num_hidden_layers": 2, **fields}
     model = make_model(NeoBERTForMaskedLM, **fields)
@@ -110,7 +110,7 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         assert_same(exported(**inputs)[0], model(**inputs)[0], what="exported")
 
 
-def test_compiled_dynamic_rope_depends_on_the_text():
+def test_compiled_dynamic_rope_ignores_padding():
     """Compiled dynamic scaling depends on the longest text and not on the padding."""
     rope = {"rope_type": "dynamic", "factor": 2.0}
     model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling=rope)

@@ -35,7 +35,7 @@ from neobert import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_defaults_are_the_published_model():
+def test_defaults_match_the_published_model():
     """The defaults equal config.json of this repository, and the published model.
 
     The published configuration has other field names, so its values are written out here.
@@ -64,7 +64,7 @@ SIZES = [(3072, 2048), (13, 8), (12, 8), (15, 16), (96, 64), (100, 72), (512, 34
 
 
 @pytest.mark.parametrize("intermediate_size, inner", SIZES)
-def test_the_swiglu_width(intermediate_size, inner):
+def test_swiglu_inner_size(intermediate_size, inner):
     """The inner size of SwiGLU is 8 * ceil(int(2 * intermediate_size / 3) / 8)."""
     fields = {**FIELDS, "intermediate_size": intermediate_size}
     assert NeoBERTConfig(**fields).ffn_inner_size == inner
@@ -92,14 +92,14 @@ PRECEDENCE = (
 
 
 @pytest.mark.parametrize("fields, name, value", PRECEDENCE)
-def test_which_of_two_names_wins(fields, name, value):
+def test_current_names_take_precedence_over_aliases(fields, name, value):
     """If a field is passed under two names, the current name takes precedence over the alias."""
     sizes = {key: size for key, size in FIELDS.items() if key != "max_position_embeddings"}
     assert getattr(NeoBERTConfig(**sizes, **fields), name) == value
 
 
 @pytest.mark.parametrize("rope_type", ("linear", "dynamic", "yarn"))
-def test_setting_theta_keeps_the_scaling(rope_type):
+def test_setting_rope_theta_keeps_the_scaling(rope_type):
     """Setting `rope_theta` keeps the scaling, and removing the scaling keeps `rope_theta`."""
     config = NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": rope_type, "factor": 4.0})
     before = dict(config.rope_parameters)
@@ -109,7 +109,7 @@ def test_setting_theta_keeps_the_scaling(rope_type):
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
 
 
-def test_the_view_of_the_scaling():
+def test_rope_scaling_has_the_form_of_transformers_4():
     """`rope_scaling` has the form of transformers 4, without `rope_theta`.
 
     `rope_type` takes precedence over the older name `type`.
@@ -121,13 +121,13 @@ def test_the_view_of_the_scaling():
     assert config.rope_parameters == {**expected, "rope_theta": 5000.5}
 
 
-def test_a_max_length_of_zero_is_refused():
+def test_max_length_of_zero_is_rejected():
     """A `max_length` of 0, the alias of `max_position_embeddings`, raises an error."""
     with pytest.raises(ValueError, match="`max_position_embeddings` must be .*, got 0"):
         NeoBERTConfig(max_length=0)
 
 
-def test_yarn_that_extends_to_less_than_the_context():
+def test_context_length_is_at_least_max_position_embeddings():
     """The context length is never below `max_position_embeddings`, even if YaRN extends to less."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
     assert NeoBERTConfig(max_position_embeddings=8192, rope_scaling=yarn).context_length == 8192
@@ -135,7 +135,7 @@ def test_yarn_that_extends_to_less_than_the_context():
 
 
 @pytest.mark.parametrize("factor", (1.0, 1))
-def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
+def test_rope_factor_bounds(factor):
     """A RoPE factor of 1 is allowed; smaller, huge and non-numeric factors raise an error."""
     NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": factor})
     for bad in (0.99, 0, -2.0, 1e308, True, "2"):
@@ -157,7 +157,7 @@ def record_zeros(module):
 
 
 @pytest.mark.parametrize("calls", (1, 2))
-def test_hidden_dropout_acts_where_it_should(calls):
+def test_hidden_dropout_is_applied_to_embedding_and_blocks(calls):
     """Hidden dropout is applied once to the embedding and twice per block.
 
     In a block it follows the attention and the feed-forward.
@@ -198,7 +198,7 @@ def test_attention_dropout_drops_weights(implementation):
 @pytest.mark.parametrize(
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForMultipleChoice)
 )
-def test_both_dropouts_of_a_pooled_head(model_class):
+def test_pooled_heads_apply_dropout_twice(model_class):
     """The pooled heads apply dropout twice: before `dense` and before `classifier`."""
     model = make_model(model_class, classifier_dropout=0.4, num_labels=3).train()
     fractions = record_zeros(model.dropout)
@@ -207,7 +207,7 @@ def test_both_dropouts_of_a_pooled_head(model_class):
     assert len(fractions) == 2 and all(abs(fraction - 0.4) < 0.05 for fraction in fractions)
 
 
-def test_the_dropout_of_a_token_head():
+def test_token_classifier_applies_dropout_once():
     """The token classifier applies dropout once."""
     model = make_model(NeoBERTForTokenClassification, classifier_dropout=0.4, num_labels=3).train()
     fractions = record_zeros(model.dropout)
@@ -220,7 +220,7 @@ def test_the_dropout_of_a_token_head():
 
 
 @torch.no_grad()
-def test_learned_positions_at_their_last_row():
+def test_last_learned_position():
     """128 learned positions can be used, and a text of 129 tokens raises an error.
 
     The embedding has `max_position_embeddings` + 1 rows, because row 0 is for padding.
@@ -278,7 +278,7 @@ HEADS = (
 @pytest.mark.parametrize("model_class", HEADS)
 @pytest.mark.parametrize("by_config", (True, False))
 @torch.no_grad()
-def test_every_head_returns_states_and_weights(model_class, by_config):
+def test_heads_return_hidden_states_and_attentions(model_class, by_config):
     """Every head returns hidden states and attention weights in the shape of the padded batch.
 
     They are requested by arguments or by the configuration.
@@ -305,7 +305,7 @@ def test_every_head_returns_states_and_weights(model_class, by_config):
 
 
 @torch.no_grad()
-def test_norms_in_low_precision_without_gradients_are_those_with():
+def test_bfloat16_norm_is_identical_without_gradients():
     """RMSNorm in bfloat16 gives the same bits with and without gradients.
 
     Without gradients, the CPU uses another implementation, which also rounds only once.

@@ -30,7 +30,7 @@ from neobert import modeling_neobert as modeling
 
 
 @torch.no_grad()
-def test_embeddings_of_other_strides():
+def test_non_contiguous_inputs_embeds():
     """`inputs_embeds` may be a view that is not contiguous."""
     model = make_model(NeoBERTModel)
     embeds = torch.randn(9, 2, 64).transpose(0, 1)
@@ -40,14 +40,14 @@ def test_embeddings_of_other_strides():
 
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, LEARNED], ids=["rms", "layer"])
-def test_the_epsilon_of_the_norms(fields):
+def test_norm_eps(fields):
     """`norm_eps` is used by both types of norms."""
     model = make_model(NeoBERTModel, norm_eps=0.5, **fields)
     ids = random_batch([9])[0]
     assert_same(model(ids)[0][0], last_states(model, ids[0]))
 
 
-def test_eager_takes_its_softmax_in_float32():
+def test_eager_computes_softmax_in_float32():
     """The eager function computes its softmax in float32, also for bfloat16 inputs."""
     query, key, value = (torch.randn(1, 2, 300, 16).to(torch.bfloat16) for _ in range(3))
     weights = modeling.eager_attention_forward(nn.Module().eval(), query, key, value, None)[1]
@@ -56,7 +56,7 @@ def test_eager_takes_its_softmax_in_float32():
 
 
 @torch.no_grad()
-def test_positions_of_zeros_are_not_texts_of_one_token():
+def test_zero_positions_are_not_a_packed_batch():
     """Positions that are all zero do not identify a packed batch of one-token texts.
 
     The result for one row, which could be a packed batch, equals that for two rows, which cannot.
@@ -68,7 +68,7 @@ def test_positions_of_zeros_are_not_texts_of_one_token():
     assert_same(alone[0], twice[0])
 
 
-def test_the_longest_of_positions_that_restart():
+def test_packing_from_restarting_positions():
     """Positions that restart give the lengths and the maximum length of a packed batch."""
     positions = torch.cat((torch.arange(4), torch.arange(6)))[None]
     packing = modeling.Packing.from_caller(torch.Size((1, 10)), None, positions, {})
@@ -103,7 +103,7 @@ def test_the_padding_position_has_no_gradient():
 
 
 @torch.no_grad()
-def test_a_layer_that_records_its_output_keeps_it():
+def test_recorded_layer_outputs_are_not_overwritten():
     """Outputs that a patched layer records are not overwritten, and are not split into slices.
 
     On the CPU, RoPE rotates queries and keys in place and the feed-forward computes in slices, but
@@ -130,7 +130,7 @@ def test_a_layer_that_records_its_output_keeps_it():
 
 
 @torch.no_grad()
-def test_what_counts_as_padding_for_learned_positions():
+def test_learned_positions_skip_padding():
     """Learned positions skip padding: zeros of a 2-D mask, or else padding tokens.
 
     The positions of a text do not depend on the other texts of the batch.
@@ -149,7 +149,7 @@ def test_what_counts_as_padding_for_learned_positions():
 
 
 @torch.no_grad()
-def test_inputs_of_learned_positions():
+def test_learned_positions_with_embeddings_and_4d_masks():
     """Learned positions work with `inputs_embeds`, 4-D masks, and without a padding token."""
     model = make_model(NeoBERTModel, **LEARNED)
     ids, _ = random_batch([9, 9])
@@ -161,7 +161,7 @@ def test_inputs_of_learned_positions():
 
 
 @torch.no_grad()
-def test_heads_under_a_mask_of_four_dimensions():
+def test_heads_accept_4d_masks():
     """The heads accept a 4-D mask of ones, which changes no result."""
     ids = random_batch([9, 9])[0]
     mask = torch.ones(2, 1, 9, 9)
@@ -180,7 +180,7 @@ def test_heads_under_a_mask_of_four_dimensions():
 
 
 @torch.no_grad()
-def test_one_mask_of_four_dimensions_for_all_rows():
+def test_4d_mask_is_broadcast_over_rows():
     """A 4-D mask of batch size 1 applies to all rows."""
     model = make_model(NeoBERTModel)
     steps = torch.arange(9)
@@ -191,7 +191,7 @@ def test_one_mask_of_four_dimensions_for_all_rows():
 
 
 @torch.no_grad()
-def test_one_row_of_a_mask_for_all_rows():
+def test_2d_mask_is_broadcast_over_rows():
     """A 2-D mask of batch size 1 applies to all rows."""
     ids = random_batch([9, 9])[0]
     row = torch.tensor([[1] * 6 + [0] * 3])
@@ -203,7 +203,7 @@ def test_one_row_of_a_mask_for_all_rows():
 
 
 @torch.no_grad()
-def test_an_additive_mask_for_a_function_of_additive_masks():
+def test_registered_function_receives_additive_4d_mask_unchanged():
     """An additive 4-D mask is passed unchanged to a registered function that takes such masks."""
     AttentionInterface.register("additive_here", modeling.eager_attention_forward)
     AttentionMaskInterface.register("additive_here", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
@@ -215,7 +215,7 @@ def test_an_additive_mask_for_a_function_of_additive_masks():
     assert_same(model(ids, attention_mask=mask)[0], expected, what="output with an additive mask")
 
 
-def test_a_mask_function_may_not_leave_its_mask_out():
+def test_registered_mask_function_must_not_skip_the_mask():
     """A registered mask function is called with arguments that forbid it to skip the mask."""
     call = {}
     config = NeoBERTConfig(**FIELDS)
@@ -231,7 +231,7 @@ def test_a_mask_function_may_not_leave_its_mask_out():
 
 
 @torch.no_grad()
-def test_labels_of_int32():
+def test_int32_labels():
     """Labels of type int32 give the same losses as int64."""
     ids = random_batch([9])[0]
     position = torch.tensor([3])
@@ -242,7 +242,7 @@ def test_labels_of_int32():
     assert torch.equal(masked_lm(ids, labels=ids.int()).loss, masked_lm(ids, labels=ids).loss)
 
 
-def test_labels_of_the_wrong_kind():
+def test_invalid_labels_are_rejected():
     """Boolean labels and multi-label values outside of [0, 1] raise errors."""
     ids = random_batch([9])[0]
     with pytest.raises(ValueError, match="integers.*bool"):
@@ -255,14 +255,14 @@ def test_labels_of_the_wrong_kind():
 
 
 @torch.no_grad()
-def test_a_configuration_that_asks_for_tuples():
+def test_return_dict_false_in_configuration():
     """With `return_dict=False` in the configuration, the outputs are a tuple."""
     outputs = make_model(NeoBERTForMaskedLM, return_dict=False)(random_batch([9])[0])
     assert isinstance(outputs, tuple) and outputs[0].shape == (1, 9, 200)
 
 
 @torch.no_grad()
-def test_compiled_sparse_prediction_has_logits_of_one_shape():
+def test_compiled_sparse_prediction_returns_all_logits():
     """A compiled model with `sparse_prediction` returns the logits of all tokens.
 
     The number of labeled tokens depends on values, so their logits would have no static shape.
@@ -279,7 +279,7 @@ def test_compiled_sparse_prediction_has_logits_of_one_shape():
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("unpad", [True, False])
-def test_scores_of_answers_stay_finite(dtype, unpad):
+def test_question_answering_logits_are_finite(dtype, unpad):
     """The logits of padding are finite in every use, and their probability is 0.
 
     Sums of logits in float16, a smoothed loss, and distillation at a low temperature would not be
@@ -303,7 +303,7 @@ def test_scores_of_answers_stay_finite(dtype, unpad):
 
 
 @torch.no_grad()
-def test_ids_of_a_larger_embedding():
+def test_input_id_check_uses_the_current_embedding():
     """The check of input IDs uses the size of the current embedding, not `vocab_size`."""
     model = make_model(NeoBERTModel)
     model.set_input_embeddings(nn.Embedding(300, 64))
@@ -319,7 +319,7 @@ def test_dynamic_rope_on_the_meta_device():
     assert model(ids, attention_mask=torch.ones(2, 6, device="meta"))[0].shape == (2, 6, 64)
 
 
-def test_a_hook_without_a_module_of_its_own():
+def test_hook_without_module_is_a_user_hook():
     """A hook whose `__module__` is None counts as a hook of the user."""
 
     def hook(*args):
@@ -334,7 +334,7 @@ def test_blocks_are_not_split_between_devices():
     assert "NeoBERTBlock" in make_model(NeoBERTModel)._no_split_modules
 
 
-def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
+def test_varlen_kernel_supports_head_dim_256(monkeypatch):
     """torch's variable-length kernel supports a head dimension of 256, the maximum."""
     monkeypatch.setattr(attention_neobert, "varlen_attn", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -389,7 +389,7 @@ def test_fake_tensors():
 @pytest.mark.parametrize(
     "name", ["layer_norm", "transformer_encoder.0.ffn_norm", "transformer_encoder.1.qkv"]
 )
-def test_an_ensemble_over_one_weight(name):
+def test_vmap_over_a_weight(name):
     """`torch.func.vmap` over values of a weight gives the outputs of each value.
 
     The slices and in-place operations of CPU inference do not support torch.func.
@@ -409,7 +409,7 @@ def test_an_ensemble_over_one_weight(name):
     )
 
 
-def test_configurations_compare_and_copy():
+def test_configuration_equality_and_copy():
     """Configurations compare by their fields, and `to_dict` returns a copy.
 
     transformers 5 makes configurations dataclasses, whose generated comparison would ignore the
@@ -422,7 +422,7 @@ def test_configurations_compare_and_copy():
     assert config.to_dict()["auto_map"]
 
 
-def test_berts_names_of_settings(tmp_path):
+def test_bert_field_names(tmp_path):
     """BERT's names of fields can be read, passed and overridden, but are not saved."""
     names = {
         "hidden_dropout_prob": "hidden_dropout",

@@ -76,7 +76,7 @@ def script(tmp_path):
     return run
 
 
-def test_a_step_that_fails_ends_alone_and_is_done_in_the_next_call(script):
+def test_only_failed_steps_are_repeated(script):
     """A failed step does not stop the others, and the next call repeats only the failed step."""
     code, calls, output = script("benchmarks.memory", "--rehearse")
     assert code == 1 and len(calls) == len(STEPS) + 1
@@ -91,7 +91,7 @@ def test_a_step_that_fails_ends_alone_and_is_done_in_the_next_call(script):
     assert len(re.findall("done before", output)) == len(STEPS) - 1
 
 
-def test_commands_have_the_options_that_they_are_given(script):
+def test_commands_accept_the_options_of_the_script(script):
     """The command parsers accept all options that gpu.sh passes.
 
     The memory and training benchmarks use the CPU with --rehearse, and the GPU without it.
@@ -114,13 +114,13 @@ def test_commands_have_the_options_that_they_are_given(script):
         assert devices == ({"cpu"} if rehearse else {"cuda"})
 
 
-def test_without_a_gpu_it_says_so(script):
+def test_missing_gpu_is_reported(script):
     """Without a GPU, gpu.sh fails with a message that suggests --rehearse."""
     code, _, output = script("is_available")
     assert code == 2 and "torch sees no GPU here; --rehearse" in output
 
 
-def test_the_files_with_gpu_tests_are_all_named(script):
+def test_script_runs_all_files_with_gpu_tests(script):
     """gpu.sh runs every test file that has tests marked `gpu`, except for this file."""
     marked_files = {
         path.relative_to(ROOT).as_posix()
@@ -134,7 +134,7 @@ def test_the_files_with_gpu_tests_are_all_named(script):
     )
 
 
-def test_a_bare_machine_has_what_the_commands_import(bare):
+def test_commands_import_without_optional_packages(bare):
     """The modules of the commands can be imported without optional packages."""
     names = "benchmarks.gpu benchmarks.memory benchmarks.training neobert.throughput.command"
     code = "\n".join(f"import {name}" for name in names.split())
@@ -143,7 +143,7 @@ def test_a_bare_machine_has_what_the_commands_import(bare):
 
 
 @pytest.mark.slow
-def test_a_bare_machine_can_collect_the_gpu_tests(bare):
+def test_gpu_tests_are_collected_without_optional_packages(bare):
     """pytest can collect the GPU tests without optional packages."""
     files = [f"tests/model/test_{name}.py" for name in ("attention", "packing")]
     options = "-m pytest -q -m gpu --collect-only -p no:cacheprovider".split()
@@ -158,7 +158,7 @@ def test_a_bare_machine_can_collect_the_gpu_tests(bare):
 # Targets and result page
 
 
-def test_targets_are_told_from_the_best_of_each_model():
+def test_targets_compare_the_best_results_of_each_model():
     """The table of targets compares the best result of each model.
 
     Results that were not measured are empty cells.
@@ -189,7 +189,7 @@ def test_targets_are_told_from_the_best_of_each_model():
     assert targets([], []).count("|  |  |") == 9
 
 
-def test_the_page_is_made_of_what_is_there(tmp_path, capsys):
+def test_page_contains_the_available_results(tmp_path, capsys):
     """The page contains the results that exist, and links to other pages.
 
     The command fails if a row has an error.
@@ -220,7 +220,7 @@ def test_the_page_is_made_of_what_is_there(tmp_path, capsys):
 SPEEDS = (("sdpa", 20.0), ("padded", 10.0))
 
 
-def test_the_page_of_what_is_open_has_the_targets():
+def test_pending_page_has_the_current_targets():
     """The page results/gpu_PENDING.md contains the current table of targets."""
     text = (ROOT / "results" / "gpu_PENDING.md").read_text()
     assert targets([], []) in text and "make gpu" in text

@@ -85,7 +85,7 @@ def test_masked_lm(unpad_inputs):
 
 @pytest.mark.parametrize("sparse", (False, True))
 @pytest.mark.parametrize("mask", (False, True))
-def test_masked_lm_without_a_label_has_loss_zero(sparse, mask):
+def test_masked_lm_loss_is_zero_without_labeled_tokens(sparse, mask):
     """A batch without labels has a loss of 0 and finite gradients.
 
     With gradient accumulation, a micro-batch may contain no masked token.
@@ -139,7 +139,7 @@ def test_sparse_prediction_gives_the_same_loss_and_gradients():
     )
 
 
-def test_sparse_prediction_of_a_batch_that_the_caller_packed():
+def test_sparse_prediction_of_a_packed_batch():
     """`sparse_prediction` gives the same loss and logits for a batch that the caller packed."""
     batch = mlm_batch()
     packed = packed_batch(texts_of(batch["input_ids"], batch["attention_mask"]))
@@ -152,7 +152,7 @@ def test_sparse_prediction_of_a_batch_that_the_caller_packed():
 
 @pytest.mark.parametrize("head", (NeoBERTForMaskedLM, NeoBERTForTokenClassification))
 @padded_and_packed
-def test_labels_at_padding_do_not_dilute_the_loss(head, unpad_inputs):
+def test_labels_at_padding_do_not_change_the_loss(head, unpad_inputs):
     """Labels at padding do not change the loss.
 
     Trainer counts every label other than -100 for `num_items_in_batch`, also those at padding.
@@ -166,7 +166,7 @@ def test_labels_at_padding_do_not_dilute_the_loss(head, unpad_inputs):
         close(model(ids, **batch).loss, expected)
 
 
-def test_losses_are_taken_in_float32():
+def test_masked_lm_loss_is_computed_in_float32():
     """The loss of a bfloat16 model is computed in float32."""
     model = make_model(NeoBERTForMaskedLM)
     batch = mlm_batch()
@@ -296,7 +296,7 @@ TWO_LABELS = {
 
 
 @pytest.mark.parametrize("problem", TWO_LABELS)
-def test_these_losses_are_taken_in_float32_too(problem):
+def test_regression_and_multi_label_losses_are_computed_in_float32(problem):
     """Regression and multi-label losses of a bfloat16 model are computed in float32."""
     labels, formula = TWO_LABELS[problem]
     model = sequence_model(problem, 2).to(torch.bfloat16)
@@ -510,7 +510,7 @@ def test_bad_labels(head, fields, labels, sentence):
     assert "\n" not in str(error.value)
 
 
-def test_answers_for_other_texts():
+def test_answer_positions_must_match_the_batch_size():
     """Positions for fewer texts than the batch has raise an error."""
     with pytest.raises(ValueError, match=r"start_positions.*\(2,\).*\(1,\)"):
         make_model(NeoBERTForQuestionAnswering)(IDS, start_positions=ONE, end_positions=ONE)

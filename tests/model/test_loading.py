@@ -144,7 +144,7 @@ def test_architectures_do_not_grow(tmp_path):
     assert saved_config(tmp_path)["architectures"] == names
 
 
-def test_where_a_model_is_saved(tmp_path):
+def test_save_pretrained_parents_and_main_process(tmp_path):
     """`save_pretrained` creates missing parents, and writes no code outside of the main process."""
     model = make_model(NeoBERTModel)
     model.save_pretrained(tmp_path / "a" / "new" / "folder")
@@ -219,7 +219,7 @@ def rename_model_type(folder):
     path.write_text(code)
 
 
-def test_the_folders_own_code_runs(tmp_path, remote):
+def test_unregistered_model_type_loads_its_own_code(tmp_path, remote):
     """A directory of a model type that no package has registered loads with its own code.
 
     The model can be saved, loaded again, and switched to another attention implementation.
@@ -245,7 +245,7 @@ class Unregistered(NeoBERTForSequenceClassification):
     """Subclass of a user, not registered for an Auto class."""
 
 
-def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
+def test_subclass_is_saved_with_the_code_of_its_base(tmp_path, remote):
     """A subclass is saved with the code and the auto_map of its base class."""
     make_model(Unregistered).save_pretrained(tmp_path)
     assert files(tmp_path) == SAVED and saved_config(tmp_path)["auto_map"] == AUTO_MAP
@@ -253,7 +253,7 @@ def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
     assert type(loaded).__name__ == "NeoBERTForSequenceClassification"
 
 
-def test_a_users_remote_class_survives_a_save(tmp_path, remote):
+def test_custom_remote_class_stays_in_auto_map(tmp_path, remote):
     """A class that a user adds to a directory stays in its auto_map, over two saves.
 
     The class is loaded and registered as `AutoModel...from_pretrained` does without this package.
@@ -273,7 +273,7 @@ def test_a_users_remote_class_survives_a_save(tmp_path, remote):
         assert {*CODE, "mine.py"} < files(tmp_path / target)
 
 
-def test_the_auto_classes_know_neobert(tmp_path):
+def test_auto_classes_support_neobert(tmp_path):
     """With this package installed, the Auto classes load a directory without code or auto_map."""
     assert type(AutoConfig.for_model("neobert")) is NeoBERTConfig
     for name, model_class in HEADS.items():
@@ -289,7 +289,7 @@ def test_the_auto_classes_know_neobert(tmp_path):
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is NeoBERTForMaskedLM
 
 
-def test_any_file_of_the_model_may_be_imported_first():
+def test_attention_file_can_be_imported_first():
     """The Auto classes support NeoBERT even if the attention file is imported first.
 
     The attention file imports transformers, after which all classes are registered. This must wait
@@ -313,7 +313,7 @@ EXCHANGED = {
 
 @pytest.mark.parametrize("variant", EXCHANGED)
 @pytest.mark.parametrize("written_by", ("4.57.6", "5.23.0"))
-def test_configurations_of_both_majors(written_by, variant, tmp_path):
+def test_configurations_of_both_major_versions(written_by, variant, tmp_path):
     """config.json files written by both major versions of transformers describe the same model.
 
     The files are in tests/data. Their auto_map names the files that a saved directory has today.
@@ -334,7 +334,7 @@ def test_configurations_of_both_majors(written_by, variant, tmp_path):
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)
-def test_exchange_with_the_other_version(variant, tmp_path, remote):
+def test_models_of_other_transformers_versions_load(variant, tmp_path, remote):
     """Models saved by other versions of transformers load with the code that they were saved with.
 
     The test also saves its own model in the exchange directory, for runs with other versions.
@@ -357,7 +357,7 @@ def test_exchange_with_the_other_version(variant, tmp_path, remote):
 # Initialization
 
 
-def test_initialization_is_the_papers():
+def test_initialization_matches_the_paper():
     """Weights are initialized as in the paper.
 
     Linear layers and embeddings are uniform within their bounds, heads are normal, norms are one
@@ -384,7 +384,7 @@ def test_initialization_is_the_papers():
 
 
 @pytest.mark.parametrize("head", list(HEADS)[2:])
-def test_a_new_head_on_a_loaded_body(head, golden):
+def test_new_head_on_a_loaded_backbone(head, golden):
     """A missing head is initialized as in the paper, and no loaded weight changes."""
     published = load_file(golden / "neobert_tiny" / "model.safetensors")
     model, missing = load(HEADS[head], golden / "neobert_tiny", num_labels=50)
@@ -403,7 +403,7 @@ def test_a_new_head_on_a_loaded_body(head, golden):
             assert state[name].numel() < 1000 or state[name].abs().max() > 0.045
 
 
-def test_a_head_loads_into_the_base_and_the_base_into_a_head(tmp_path):
+def test_backbone_weights_are_kept_when_the_head_changes(tmp_path):
     """The backbone keeps its weights when a head is dropped and when a new one is added."""
     head = make_model(NeoBERTForSequenceClassification, num_labels=3)
     head.save_pretrained(tmp_path / "head")
@@ -419,7 +419,7 @@ def test_a_head_loads_into_the_base_and_the_base_into_a_head(tmp_path):
 # Tied weights and resized embeddings
 
 
-def test_untied_by_default_and_tied_on_request(tmp_path):
+def test_tie_word_embeddings(tmp_path):
     """The decoder shares the weight of the embedding only with `tie_word_embeddings`.
 
     A shared weight is stored once, and is shared again after loading.

@@ -39,7 +39,7 @@ def _malloc_as_a_process_starts_with_it():
 
 
 @linux
-def test_growth_is_that_of_the_work():
+def test_growth_is_the_peak_of_the_block():
     """The growth is the peak of the block, without earlier allocations and earlier peaks."""
     earlier_tensor = torch.ones(64 * MIB // 4)
     with PeakMemory("cpu") as first:
@@ -54,7 +54,7 @@ def test_growth_is_that_of_the_work():
     assert second.growth < 16 * MIB, "The growth includes the peak of an earlier block."
 
 
-def test_where_the_system_tells_nothing(monkeypatch):
+def test_growth_is_none_without_memory_statistics(monkeypatch):
     """The growth is None if the system does not report memory."""
     monkeypatch.setattr(measures, "_proc_status", lambda name: None)
     with PeakMemory("cpu") as peak:
@@ -65,7 +65,7 @@ def test_where_the_system_tells_nothing(monkeypatch):
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="keep_freed_memory changes options of glibc only"
 )
-def test_freed_memory_is_used_again_without_new_pages():
+def test_freed_memory_is_reused_without_page_faults():
     """After `keep_freed_memory`, tensors reuse freed memory without new page faults.
 
     The test counts the page faults of the same allocations before and after the call.

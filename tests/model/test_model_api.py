@@ -44,7 +44,7 @@ VARIANTS = {"neobert": {}, "learned": LEARNED, "mixed": {"norm_type": "layer", "
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 @every_implementation
 @torch.no_grad()
-def test_hidden_states_are_the_formulas(implementation, fields):
+def test_hidden_states_match_the_reference(implementation, fields):
     """The hidden states of non-padding tokens equal the reference.
 
     There are num_hidden_layers + 1 of them: the embedding first and the normalized output last.
@@ -98,7 +98,7 @@ DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torc
 @pytest.mark.parametrize("side", ("left", "right"))
 @every_implementation
 @torch.no_grad()
-def test_mask_dtypes_and_sides(implementation, side, dtype):
+def test_mask_dtypes_and_padding_sides(implementation, side, dtype):
     """Masks of any dtype, with padding on either side, give the reference states.
 
     With padding on the left, positions start later. The states are equal up to rounding because
@@ -113,7 +113,7 @@ def test_mask_dtypes_and_sides(implementation, side, dtype):
 
 @pytest.mark.parametrize("side", ("left", "right"))
 @torch.no_grad()
-def test_learned_positions_count_real_tokens(side):
+def test_learned_positions_count_non_padding_tokens(side):
     """Learned positions count from 1 over non-padding tokens, on whichever side the padding is.
 
     Without a mask, tokens equal to `pad_token_id` are padding. Explicit positions are used as they
@@ -149,7 +149,7 @@ def test_scattered_masks_keep_positions(implementation):
 
 @every_implementation
 @pytest.mark.parametrize("unpad_inputs", (True, False))
-def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
+def test_rows_of_only_padding_give_finite_outputs(implementation, unpad_inputs):
     """Rows and batches that are all padding give finite outputs, losses and gradients.
 
     They do not change the logits of the other rows.
@@ -181,7 +181,7 @@ def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
 
 
 @torch.no_grad()
-def test_padding_is_zero_where_the_model_packed_and_content_of_padding_is_irrelevant(model):
+def test_padding_outputs_are_zero_and_padding_ids_are_ignored(model):
     """Outputs at padding are zero in a packed batch, and the token IDs at padding do not matter."""
     ids, mask = random_batch([9, 5])
     hidden = model(ids, attention_mask=mask).last_hidden_state
@@ -195,7 +195,7 @@ def test_padding_is_zero_where_the_model_packed_and_content_of_padding_is_irrele
 
 
 @torch.no_grad()
-def test_other_ways_to_say_the_same(model):
+def test_equivalent_inputs_give_equal_outputs(model):
     """Equivalent inputs give equal outputs.
 
     Covers embeddings instead of IDs, `token_type_ids` (BERT's third argument, which is ignored),
@@ -241,7 +241,7 @@ def test_dropout_acts_in_training_only(field, implementation):
 
 
 @torch.no_grad()
-def test_one_warning_past_the_trained_length(model, warnings):
+def test_warn_once_beyond_the_context_length(model, warnings):
     """A text longer than the context gives a single warning, and the outputs are still correct.
 
     The context is `max_position_embeddings`, or its extension by RoPE scaling.
@@ -284,7 +284,7 @@ def test_float64_stays_float64():
         )
 
 
-def test_rms_norm_keeps_float32_inside():
+def test_rms_norm_computes_in_float32():
     """RMSNorm computes the mean of squares in float32, also for bfloat16 inputs.
 
     In bfloat16, 256 + 1 is 256, so a sum of squares would lose precision.
@@ -331,7 +331,7 @@ def test_bad_inputs(model, inputs, sentence):
     assert "\n" not in str(error.value), "The message should be one line."
 
 
-def test_flex_attention_says_that_it_has_no_dropout():
+def test_flex_attention_rejects_dropout():
     """Training with attention dropout under flex_attention, which has none, raises an error."""
     model = make_model(
         NeoBERTModel, attn_implementation="flex_attention", attention_dropout=0.1
@@ -375,7 +375,7 @@ BAD_CONFIGS = (
 
 
 @pytest.mark.parametrize("fields, sentence", BAD_CONFIGS)
-def test_impossible_configurations(fields, sentence):
+def test_invalid_configurations_are_rejected(fields, sentence):
     """Invalid configurations raise an error of one line that states the rule and the value."""
     with pytest.raises(ValueError, match=sentence) as error:
         NeoBERTConfig(**{**FIELDS, **fields})

@@ -87,7 +87,7 @@ def test_layouts_agree_on_outputs_and_gradients(implementation, batch):
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))
-def test_low_precision_within_the_error_of_the_plain_implementation(implementation):
+def test_bfloat16_error_is_close_to_the_padded_model(implementation):
     """Packing in bfloat16 has about the rounding error of the padded eager model.
 
     Compared with float32, the error of the outputs is at most twice, and that of the gradients at
@@ -124,7 +124,7 @@ def test_no_layer_computes_on_padding(inputs):
 
 @pytest.mark.parametrize("shape", ((1, 1), (1, 4), (1, 5), (3, 3)))
 @torch.no_grad()
-def test_the_sliced_feed_forward(shape, monkeypatch):
+def test_sliced_feed_forward(shape, monkeypatch):
     """The feed-forward layer runs in slices on the CPU without gradients.
 
     It runs in one piece with gradients, and if an adapter or a hook on a linear layer may depend on
@@ -176,7 +176,7 @@ CASES = ("short", "long", "without gradients", "float32", "bfloat16 weights")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, monkeypatch):
+def test_short_sequence_attention_is_float32_in_16_bit_training(case, monkeypatch):
     """Training in 16 bits on the CPU computes the attention of short sequences in float32.
 
     The backward pass of torch's CPU kernel is several times slower in 16 bits for short sequences.
@@ -210,7 +210,7 @@ def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, mo
 
 
 @torch.no_grad()
-def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
+def test_queries_and_keys_kept_by_a_hook_are_not_rotated():
     """Queries and keys that a hook keeps are not overwritten.
 
     On the CPU without gradients, queries and keys are rotated in place, unless a hook exists.
@@ -231,7 +231,7 @@ def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
-def test_sliced_norms_are_those_of_torch(dtype):
+def test_sliced_norm_matches_torch(dtype):
     """The sliced RMSNorm gives the outputs of torch's RMSNorm.
 
     On the CPU without gradients, it runs in slices of 128 tokens.
@@ -248,7 +248,7 @@ def test_sliced_norms_are_those_of_torch(dtype):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_compiled_blocks_keep_their_graphs():
+def test_compiled_blocks_do_not_recompile():
     """Compiled blocks need no graphs beyond those of the first two batches.
 
     Later batches have other texts, lengths and numbers of texts.
@@ -293,7 +293,7 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, s):
 
 @pytest.mark.parametrize("kernel", ("varlen", "flash_attention_2", "repadded"))
 @torch.no_grad()
-def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
+def test_cuda_kernels_cause_no_graph_break(kernel, monkeypatch):
     """Blocks with the kernels for GPUs compile to one graph, which all batches use.
 
     Only the kernel for the CPU, SDPA text by text, causes a graph break.
@@ -338,7 +338,7 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
-def test_empty_sequences_of_the_caller_change_nothing(implementation):
+def test_empty_sequences_do_not_change_outputs(implementation):
     """Empty sequences in `cu_seq_lens_q` do not change the outputs."""
     model = make_model(NeoBERTModel).eval()
     model.set_attn_implementation(implementation)
@@ -356,7 +356,7 @@ def test_empty_sequences_of_the_caller_change_nothing(implementation):
 
 
 @pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2], [0, 5, 0, 4, 0]))
-def test_repadded_equals_text_by_text_with_gradients(lengths):
+def test_repadded_kernel_matches_text_by_text(lengths):
     """The re-padded kernel gives the outputs and gradients of one call per text.
 
     It is used in float32 on a GPU: queries, keys and values are copied to a padded batch.
@@ -386,7 +386,7 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
     not torch.cuda.is_available(),
     reason="torch's variable-length kernel needs a CUDA device",
 )
-def test_gradients_of_the_kernel_on_cuda():
+def test_varlen_kernel_precision_on_cuda():
     """torch.nn.attention.varlen in bfloat16 has about the rounding error of the padded eager model.
 
     The error of the outputs is at most twice, and that of the gradients at most three times the
@@ -403,7 +403,7 @@ def test_gradients_of_the_kernel_on_cuda():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4096), (4, 1024), (16, 256)])
-def test_at_most_8_hidden_vectors_a_token_are_alive_at_once(shape):
+def test_at_most_8_hidden_vectors_per_token_are_live(shape):
     """Without gradients, the live tensors have at most 8 hidden vectors per token.
 
     A hidden vector is D values in float32, with the hidden size D of the paper. The bound does not

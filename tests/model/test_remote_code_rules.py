@@ -51,7 +51,7 @@ def called(node):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_only_torch_and_transformers(name):
+def test_only_allowed_modules_are_imported(name):
     """The files import torch, transformers and harmless modules of the standard library only.
 
     Harmless modules have no access to the network or to processes, as SECURITY.md states. The
@@ -64,7 +64,7 @@ def test_only_torch_and_transformers(name):
     assert set(get_imports(ROOT / name)) <= allowed
 
 
-def test_three_flat_files():
+def test_relative_imports_of_the_model_files():
     """The modeling file imports the other two, and the configuration file the attention file.
 
     transformers 4.57 copies only the files that the modeling file names itself.
@@ -80,7 +80,7 @@ def test_three_flat_files():
     assert copied == {CONFIGURATION, ATTENTION}
 
 
-def test_the_version_of_the_attention_file():
+def test_version_is_the_digest_of_the_attention_file():
     """`VERSION` in both files is the digest of the attention file without that line.
 
     A process of transformers 4 that loads two directories of the same name uses the attention file
@@ -92,7 +92,7 @@ def test_the_version_of_the_attention_file():
     assert attention_neobert.VERSION == modeling_neobert.VERSION == digest
 
 
-def test_attention_files_of_two_folders(tmp_path):
+def test_mismatched_attention_file_is_rejected(tmp_path):
     """The modeling file raises ImportError next to another version of the attention file.
 
     transformers 4 combines such files if a process loads two directories of the same name.
@@ -141,7 +141,7 @@ def classes(name):
     return {node.name for node in tree(name).body if isinstance(node, ast.ClassDef)}
 
 
-def test_auto_map_names_what_exists():
+def test_auto_map_classes_exist():
     """Each entry of the auto_map names a class that its file defines."""
     for target in AUTO_MAP.values():
         module, _, class_name = target.partition(".")
@@ -149,7 +149,7 @@ def test_auto_map_names_what_exists():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_module_does_what_a_loader_minds(name):
+def test_no_forbidden_calls_or_class_names(name):
     """The files avoid operations that a loader, or a reader of the code, would object to.
 
     These are access to files or the network, execution of code, buffers (transformers 5 leaves them

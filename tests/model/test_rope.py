@@ -67,7 +67,7 @@ def yarn_frequencies(factor, original, theta=10000.0, beta_fast=32, beta_slow=1)
     return plain * (1 - interpolated) + plain / factor * interpolated
 
 
-def test_angles_are_the_formulas():
+def test_angles_match_the_formula():
     """The angles are those of the formula, also at positions beyond the trained length."""
     positions = torch.tensor([0, 1, 2, 63, 500, 4095, 4096, 9000])
     cos, sin = table(NeoBERTConfig(**FIELDS), positions)
@@ -203,7 +203,7 @@ def test_yarn(configured, way):
     check_angles(config, angles, scale=0.1 * math.log(4.0) + 1, tolerance=1e-4)
 
 
-def test_yarn_with_its_own_attention_factor_and_original_length():
+def test_yarn_attention_factor_and_original_length():
     """YaRN uses the attention factor and the original length of the configuration."""
     rope = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
     rope |= {"original_max_position_embeddings": 64}
@@ -212,7 +212,7 @@ def test_yarn_with_its_own_attention_factor_and_original_length():
 
 
 @pytest.mark.parametrize("order", ("length first", "scaling first"))
-def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
+def test_yarn_does_not_depend_on_the_field_order(order, tmp_path):
     """YaRN scales from the trained length, even if the maximum length changes in the same call.
 
     `from_pretrained(folder, max_position_embeddings=256, rope_scaling=...)` sets the fields in the
@@ -248,7 +248,7 @@ def test_the_model_uses_the_scaled_angles():
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flex_attention"))
 @torch.no_grad()
-def test_dynamic_scaling_depends_on_the_text_not_on_its_padding(implementation):
+def test_dynamic_scaling_ignores_padding(implementation):
     """Dynamic scaling of a padded batch depends on the longest text, not on the padded length.
 
     A text of 100 tokens in a row of 200 is not scaled.

@@ -118,7 +118,7 @@ def call_of_vllm(model, ids, positions, lengths):
 
 @pytest.mark.parametrize("compiled", (False, True))
 @torch.no_grad()
-def test_the_call_of_vllm(vllm, compiled):
+def test_vllm_call_matches_sdpa(vllm, compiled):
     """The model gives the outputs of sdpa when vLLM calls it.
 
     Compiled, it has one graph for all numbers of tokens. vLLM's profile run has positions that are
@@ -148,7 +148,7 @@ def test_the_call_of_vllm(vllm, compiled):
     torch._dynamo.reset()
 
 
-def test_the_source_that_vllm_reads():
+def test_source_has_the_attention_call_that_vllm_expects():
     """vLLM can find the attention call in the source of the block's `forward`.
 
     vLLM requires a single call of a local variable that was assigned from ALL_ATTENTION_FUNCTIONS,
@@ -176,7 +176,7 @@ def test_the_source_that_vllm_reads():
 @by_torch
 @pytest.mark.parametrize("kind", ("boolean", "whole numbers", "additive", "additive per head"))
 @torch.no_grad()
-def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
+def test_4d_mask_separates_packed_sequences(implementation, kind):
     """A (1, 1, L, L) mask separates sequences that the caller packed itself.
 
     The caller also passes the positions.
@@ -199,7 +199,7 @@ def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
 
 @by_torch
 @torch.no_grad()
-def test_a_mask_of_one_row_for_all_tokens(implementation):
+def test_extended_attention_mask_of_bert(implementation):
     """A boolean or additive mask of shape (B, 1, 1, L) masks the same keys for all queries.
 
     `get_extended_attention_mask` of BERT returns such masks. Other 4-D shapes raise a ValueError.
@@ -214,7 +214,7 @@ def test_a_mask_of_one_row_for_all_tokens(implementation):
             model(ids, attention_mask=torch.ones(shape))
 
 
-def test_a_mask_of_four_dimensions_where_none_can_be_used():
+def test_flex_attention_rejects_4d_masks():
     """A 4-D mask raises a ValueError for flex_attention, which does not support it."""
     model = make_model(NeoBERTModel, attn_implementation="flex_attention")
     with pytest.raises(
@@ -271,7 +271,7 @@ def test_a_registered_mask_function_is_called(dtype):
 # Arguments and labels
 
 
-def test_arguments_that_nobody_reads_are_named_once(warnings):
+def test_unused_arguments_are_reported_once(warnings):
     """One warning lists all arguments that the model does not use.
 
     Arguments of transformers and serving engines, and None, cause no warning.
@@ -288,7 +288,7 @@ def test_arguments_that_nobody_reads_are_named_once(warnings):
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))
-def test_flat_labels_and_labels_of_one_column(unpad_inputs):
+def test_flat_and_single_column_labels(unpad_inputs):
     """Labels may have the shapes that BERT accepts, and labels at padding are ignored.
 
     The shapes are (B * L,) for tokens and (B, 1) for classes.
@@ -316,7 +316,7 @@ def test_flat_labels_and_labels_of_one_column(unpad_inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ("eager", "inductor"))
 @torch.no_grad()
-def test_one_graph_for_packed_rows_of_all_lengths(backend):
+def test_packed_rows_of_all_lengths_share_one_graph(backend):
     """Packed rows of any number of tokens use the same graph.
 
     `F.pad` with a symbolic fill value made the length a constant. After eight recompilations, torch
@@ -341,7 +341,7 @@ def test_one_graph_for_packed_rows_of_all_lengths(backend):
 
 @pytest.mark.parametrize("pooling", ("cls", "mean"))
 @torch.no_grad()
-def test_a_sequence_head_compiles_completely_with_positions(pooling):
+def test_sequence_head_with_positions_compiles_to_one_graph(pooling):
     """A sequence head compiles to a single graph that handles one or more packed texts.
 
     Only the values of position_ids determine whether a row is one text or several.
@@ -420,7 +420,7 @@ HEADS = (
 
 
 @pytest.mark.parametrize("model_class", HEADS)
-def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
+def test_number_of_gpu_synchronizations(model_class, cuda, monkeypatch):
     """Check how often a forward pass would wait for a GPU, for any number of layers.
 
     A padded batch waits once, for the lengths of its rows. A packed batch whose maximum lengths are
@@ -464,7 +464,7 @@ def test_attention_dropout_on_cuda(cuda):
 
 
 @pytest.mark.parametrize("longest", (6, torch.tensor(6)))
-def test_a_longest_length_that_is_a_tensor_while_tracing(cuda, longest, monkeypatch):
+def test_tensor_max_length_selects_masked_kernel_while_tracing(cuda, longest, monkeypatch):
     """While tracing, a maximum length that is a tensor selects the masked kernel.
 
     The number of columns of a re-padded batch must be an integer while tracing. With a tensor, a
@@ -479,7 +479,7 @@ def test_a_longest_length_that_is_a_tensor_while_tracing(cuda, longest, monkeypa
 
 
 @torch.no_grad()
-def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
+def test_compiled_packed_batch_on_cuda_has_no_square_mask(cuda, monkeypatch):
     """A packed batch compiles to one graph with the variable-length kernel.
 
     With 600 tokens, no tensor of the graph has 600 x 600 elements.

@@ -50,7 +50,7 @@ def test_settings(tokenizer, tokenizer_dir):
     assert config["tokenizer_class"] == "BertTokenizer"
 
 
-def test_survives_a_save(tokenizer_dir, tmp_path):
+def test_save_and_reload(tokenizer_dir, tmp_path):
     """A saved and reloaded tokenizer has the same settings and gives the same tokens."""
     # Load a copy: transformers 5.0 treats a path that contains "neobert" as a model, and selects
     # another tokenizer class.

@@ -316,7 +316,7 @@ def sentence_model(tmp_path, tokenizer):
     return encoder, check
 
 
-def test_sentence_transformer_packs_for_flash(sentence_model, monkeypatch):
+def test_sentence_transformer_packs_with_flash_attention(sentence_model, monkeypatch):
     """With flash attention, sentence-transformers packs the batch itself.
 
     The model gets a single row with the arguments of a packed batch, and the embeddings are right.
@@ -340,7 +340,7 @@ def test_sentence_transformer_packs_for_flash(sentence_model, monkeypatch):
     assert len(flash.calls[0]["cu_seqlens_q"]) == 4
 
 
-def test_adapters_are_on_every_linear_layer_of_a_block():
+def test_default_lora_targets():
     """The default LoRA targets are all linear layers of a block, for SwiGLU and for GELU."""
     assert default_targets(NeoBERTConfig(**FIELDS)) == ["qkv", "wo", "w12", "w3"]
     assert default_targets(NeoBERTConfig(**FIELDS, **LEARNED)) == ["qkv", "wo", "ffn.0", "ffn.2"]

@@ -49,7 +49,7 @@ def gradients(model, batches, count):
 
 @pytest.mark.parametrize("layout", ["packed by the model", "packed by the caller"])
 @torch.no_grad()
-def test_outputs_are_those_of_the_formulas(calls, layout):
+def test_outputs_match_the_reference(calls, layout):
     """The kernel gives the outputs of the float64 reference."""
     ids, mask = random_batch([12, 3, 12, 1, 7])
     model = make_model(NeoBERTModel)
@@ -61,7 +61,7 @@ def test_outputs_are_those_of_the_formulas(calls, layout):
     assert_same(hidden, last_states(model, *texts_of(ids, mask)))
 
 
-def test_gradients_are_those_of_single_texts(calls, monkeypatch):
+def test_gradients_match_single_texts(calls, monkeypatch):
     """The kernel gives the gradients of the eager model for single texts."""
     ids, mask = random_batch([12, 3, 12, 1, 7])
     model = make_model(NeoBERTForMaskedLM)
@@ -140,7 +140,7 @@ POSITIONAL = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
 
 @pytest.mark.parametrize("version", [*SIGNATURES, "installed"])
 @torch.no_grad()
-def test_the_call_fits_the_signature(version, monkeypatch):
+def test_call_matches_the_signature_of_each_torch_version(version, monkeypatch):
     """The call for the default scale is valid for every version of torch."""
     signature = inspect.signature(varlen.varlen_attn)
     if version in SIGNATURES:

@@ -129,7 +129,7 @@ def test_the_wheel_is_small_and_complete(wheel):
 
 
 @pytest.mark.slow
-def test_both_forms_agree_without_a_network(wheel, bare_python, tmp_path):
+def test_encode_and_load_agree_offline(wheel, bare_python, tmp_path):
     """`encode` and `load` return almost the same embeddings, and download nothing.
 
     `encode` runs an int8 graph in an environment without torch, and `load` a float32 model in the
@@ -156,7 +156,7 @@ def test_both_forms_agree_without_a_network(wheel, bare_python, tmp_path):
     assert cosines.mean() > 0.999 and cosines.min() > 0.998
 
 
-def test_the_readme_names_what_the_module_has():
+def test_module_constants_and_readme_match_the_model():
     """The constants of the module and the sizes in the README are those of the model."""
     module = (PACKAGE / "neobert_sentence_encoder" / "__init__.py").read_text()
     readme = (PACKAGE / "README.md").read_text()

@@ -128,7 +128,7 @@ def logits_of(model, *texts):
 # labels and probabilities
 
 
-def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, model):
+def test_probabilities_match_pipeline_with_temperature(tmp_path, model):
     """Probabilities are the softmax of the pipeline's logits divided by the temperature."""
     predictions, summary = run(
         tmp_path, rows_of(TEXTS), model, "--probabilities", "--batch-tokens", "50"
@@ -147,7 +147,7 @@ def test_probabilities_are_those_of_the_pipeline_at_the_temperature(tmp_path, mo
     assert (summary.rows, summary.missing, summary.truncation.texts) == (24, 0, 0)
 
 
-def test_several_labels_and_regression(tmp_path):
+def test_multi_label_and_regression(tmp_path):
     """Check the predictions of a multi-label model and of a regression model."""
     folder = write_classifier(tmp_path / "many", problem_type="multi_label_classification")
     write_task(folder, task="multi-label", temperature=0.5)
@@ -178,7 +178,7 @@ def test_pairs(tmp_path, model):
         run(tmp_path, [], folder, "--long-texts", "windows", output="windows.jsonl")
 
 
-def test_another_encoder_runs_padded(tmp_path):
+def test_bert_predictions_match_transformers(tmp_path):
     """BERT, which does not support packed batches, has the predictions of transformers."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30522, **SIZES, initializer_range=0.5)
@@ -219,7 +219,7 @@ def test_low_precision_is_close(tmp_path, model, dtype):
 # entities
 
 
-def test_entities_are_those_of_the_words(tmp_path, tagger):
+def test_entities_match_tags_of_first_tokens(tmp_path, tagger):
     """Entities follow from the tags that the model predicts for the first token of each word."""
     from neobert.finetuning.tagging import find_entities, split_words
 
@@ -254,7 +254,7 @@ def test_lists_of_words_get_tags(tmp_path, tagger):
     assert len(predictions[0]["predicted_tags"]) == 3
 
 
-def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
+def test_entity_positions_with_windows(tmp_path, tagger):
     """With windows, the words after the model's maximum length are tagged, too.
 
     Windows overlap, and each entity must be returned once, with its position in the text.
@@ -275,7 +275,7 @@ def test_entities_of_windows_have_the_characters_of_the_text(tmp_path, tagger):
         assert before["end"] <= after["start"]
 
 
-def test_windows_of_labels_have_the_mean_of_the_logits(tmp_path, model):
+def test_logits_are_averaged_over_windows(tmp_path, model):
     """The logits of a long text are the mean of the logits of its windows."""
     long = " ".join(f"Sentence {n} is good." for n in range(40))
     predictions, summary = run(
@@ -378,7 +378,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
         ([{"text": "a"}], {"output": "out.xlsx"}, "`output` must end in one of .csv, .jsonl"),
     ],
 )
-def test_errors_are_one_sentence(tmp_path, model, rows, arguments, message):
+def test_invalid_input_or_output_is_reported(tmp_path, model, rows, arguments, message):
     """Check the messages about input rows and outputs that cannot be used."""
     with pytest.raises(UserError, match=message):
         run(tmp_path, rows, model, **arguments)

@@ -58,7 +58,7 @@ def _adapt(corpus, start, out, **overrides):
     return arguments_of(corpus, out, **options | overrides)
 
 
-def test_the_page_says_what_was_won_and_lost(corpus, start, tmp_path, caplog):
+def test_adaptation_table_compares_initial_and_final_metrics(corpus, start, tmp_path, caplog):
     """Check the table of adaptation.md, which is repeated in the model card.
 
     The initial metrics are those of a separate run with `--evaluate-only`. The model must improve
@@ -94,7 +94,7 @@ def test_the_page_says_what_was_won_and_lost(corpus, start, tmp_path, caplog):
     assert "the run has already finished" in caplog.text
 
 
-def test_a_new_vocabulary_is_compared_with_the_given_model(corpus, start, tmp_path):
+def test_new_vocabulary_is_compared_with_the_initial_model(corpus, start, tmp_path):
     """Check that changes are relative to the initial model with its original tokenizer.
 
     Relative to the untrained new embeddings, the table would not show what the model has forgotten.
@@ -138,7 +138,7 @@ def test_a_new_vocabulary_is_compared_with_the_given_model(corpus, start, tmp_pa
     assert logs[0] == logs[1]
 
 
-def test_a_text_that_the_old_vocabulary_cannot_represent(corpus, start, tmp_path):
+def test_no_initial_value_for_text_outside_the_old_vocabulary(corpus, start, tmp_path):
     """Check that the table has neither an initial value nor a change for such a validation set."""
     (corpus / "signs.txt").write_text("\u0aa0 \u0aa0\u0aa2 \u0aa2\n" * 200)
     (corpus / "signs-validation.txt").write_text("\u0aa0\u0aa2 \u0aa2 \u0aa0\n" * 20)
@@ -162,7 +162,7 @@ def test_a_text_that_the_old_vocabulary_cannot_represent(corpus, start, tmp_path
     assert line.startswith("| bits per character | - |") and line.endswith("|  |"), line
 
 
-def test_the_recipe_fits_a_small_model_on_a_cpu(corpus, start, tmp_path, monkeypatch):
+def test_recipe_defaults_for_a_small_model_on_cpu(corpus, start, tmp_path, monkeypatch):
     """Check the command of the README, which sets only the model, the texts and the output.
 
     The recipe derives the maximum length, the dtype, the learning rate and the number of steps.
@@ -182,7 +182,7 @@ def test_the_recipe_fits_a_small_model_on_a_cpu(corpus, start, tmp_path, monkeyp
     assert result["steps"] == -(-3 * tokens // 4096)
 
 
-def test_epochs_become_steps():
+def test_epochs_are_converted_to_steps():
     """Check the conversion of epochs to optimizer steps, which is rounded up."""
     assert schedule.steps_of_epochs(3, [1000, 200], [], 100) == 36
     assert schedule.steps_of_epochs(0.01, [1000], [], 100) == 1
@@ -191,7 +191,7 @@ def test_epochs_become_steps():
     assert schedule.steps_of_epochs(2, [100, 200], [0.5, 0.5], 64) == 7
 
 
-def test_epochs_and_steps_are_both_limits(corpus, tmp_path):
+def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
     """Check that a run ends at the lower limit of `max_steps` and `num_train_epochs`."""
 
     def steps(**overrides):
@@ -263,7 +263,7 @@ def test_emulated_bf16_is_not_supported(monkeypatch):
     assert schedule.supports_bf16()
 
 
-def test_a_run_without_a_start_has_no_page(corpus, tmp_path):
+def test_no_adaptation_page_without_init_from(corpus, tmp_path):
     """Check that a run from random weights has its metrics in the model card only."""
     run_of(arguments_of(corpus, tmp_path, max_steps=3, validation=corpus / "validation.txt"))
     assert not list(tmp_path.glob("adaptation*"))

@@ -92,7 +92,7 @@ def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, spec):
     assert sum(map(len, first_epoch)) == batches.tokens
 
 
-def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer):
+def test_packed_batches_are_filled_in_order(tokenizer):
     """Check that each batch starts with the text that would exceed the budget of the last one."""
     lengths = [3 + (7 * i) % 18 for i in range(500)]
     batches = _batches(lengths, tokenizer, micro_batch_tokens=64, max_length=20, seed=5)
@@ -106,7 +106,7 @@ def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer)
     assert all(total + length > 64 for total, length in zip(totals, next_lengths))
 
 
-def test_a_batch_is_a_function_of_the_seed_and_its_number(tokenizer):
+def test_batch_depends_only_on_seed_and_index(tokenizer):
     lengths = [3 + i % 17 for i in range(50)]
     settings = {"micro_batch_tokens": 64, "max_length": 20}
     batches = _batches(lengths, tokenizer, 40, seed=1, **settings)
@@ -125,7 +125,7 @@ def test_a_batch_is_a_function_of_the_seed_and_its_number(tokenizer):
     assert not torch.equal(other[0]["labels"], in_order[0]["labels"])
 
 
-def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
+def test_rows_without_boundaries_are_full_and_cross_texts(tokenizer):
     """Check that rows without boundaries contain all texts, one after another."""
     lengths = [3 + i % 17 for i in range(60)]
     settings = {"layout": "packed_without_boundaries", "micro_batch_tokens": 96, "max_length": 32}
@@ -163,7 +163,7 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
         assert text == (101, *[text[1]] * (length - 2), 102)
 
 
-def test_the_mixture_samples_20_40_40_percent_from_long_texts(tokenizer):
+def test_mixture_samples_minimum_lengths_by_weight(tokenizer):
     """Check the mixture of the paper with shorter lengths.
 
     20 % of the batches contain texts of any length, and 40 % each contain texts of at least 16 and
@@ -212,18 +212,18 @@ def test_the_mixture_samples_20_40_40_percent_from_long_texts(tokenizer):
         ({"mixture": {0: -1.0, 8: 2.0}}, "greater than 0 and sum to 1"),
     ],
 )
-def test_impossible_batches_are_refused(settings, message):
+def test_invalid_batch_options_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         BatchOptions(**{"micro_batch_tokens": 4096, "max_length": 1024, **settings})
 
 
-def test_every_batch_has_other_random_numbers():
+def test_random_numbers_differ_between_batches():
     """Check that the random numbers of a batch are reproducible and differ between batches."""
     samples = {tuple(torch.rand(4, generator=batch_generator(3, i)).tolist()) for i in (0, 1, 0, 7)}
     assert len(samples) == 3
 
 
-def test_the_mixture_follows_the_seed(tokenizer):
+def test_mixture_depends_on_the_seed(tokenizer):
     spec = {"micro_batch_tokens": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
     first, again, other = [
         _batches([8, 20] * 40, tokenizer, 200, seed, **spec).source for seed in (1, 1, 2)
@@ -232,14 +232,14 @@ def test_the_mixture_follows_the_seed(tokenizer):
     assert (first != other).any()
 
 
-def test_masks_of_another_seed_are_not_shifted():
+def test_next_seed_does_not_yield_shifted_masks():
     """Check that batch i + 1 of one seed and batch i of the next seed have different masks."""
     first = torch.rand(8, generator=batch_generator(1, 2))
     second = torch.rand(8, generator=batch_generator(2, 1))
     assert not torch.equal(first, second)
 
 
-def test_the_cost_of_a_batch_by_hand():
+def test_batch_counts():
     """Check the tokens, squared lengths and masked tokens of one text, and of two packed texts."""
     labels = torch.tensor([[-100, 5, -100, 7, -100, -100]])
     batch = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "labels": labels}

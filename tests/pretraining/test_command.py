@@ -51,7 +51,7 @@ from neobert.training.checkpoints import RunTrainer, checkpoints
 RECIPES = ROOT / "recipes"
 
 
-def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
+def test_loss_falls_and_all_metrics_are_logged(corpus, tmp_path):
     """Check that the loss falls, and that the log and result.json contain all metrics."""
     reports = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
     options = {"max_steps": 150, "save_steps": 150, "logging_steps": 10, "report_to": reports}
@@ -89,9 +89,7 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     assert model.config.hidden_size == 32, "the final model must load"
 
 
-def test_a_second_process_is_refused_before_texts_and_model_are_loaded(
-    corpus, tmp_path, monkeypatch
-):
+def test_output_is_locked_before_loading_texts_and_model(corpus, tmp_path, monkeypatch):
     """Check that the output directory is locked before the texts and the model are loaded.
 
     The second process starts while the first one is in `load`, which replaces tokenization and
@@ -116,7 +114,7 @@ def test_a_second_process_is_refused_before_texts_and_model_are_loaded(
     assert len(loads) == 1, "the second process must not load anything"
 
 
-def test_the_claim_comes_before_a_raw_checkpoint_is_converted(corpus, tmp_path, monkeypatch):
+def test_output_is_locked_before_converting_a_raw_checkpoint(corpus, tmp_path, monkeypatch):
     """Check that no raw checkpoint is converted if another run uses the output directory.
 
     The conversion takes minutes and writes to the output directory.
@@ -156,7 +154,7 @@ def test_a_tokenizer_is_identified_by_its_content(corpus, tmp_path):
         assert settings("one", options) != settings("other", options)
 
 
-def test_old_names_of_options_lead_to_the_new_ones(corpus, tmp_path):
+def test_old_option_names_suggest_the_new_names(corpus, tmp_path):
     """Check that the error about an option of an earlier release suggests its new name."""
     recipe = tmp_path / "old.yaml"
     names = {
@@ -190,7 +188,7 @@ STREAM = {"streaming": "true"}
     ],
     ids=str,
 )
-def test_continuing_equals_not_stopping(corpus, tmp_path, overrides):
+def test_resumed_run_equals_uninterrupted_run(corpus, tmp_path, overrides):
     """Check that a run with dropout, killed and resumed, equals an uninterrupted run.
 
     Dropout masks depend on the state of the random number generator, so the comparison covers it.
@@ -228,7 +226,9 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, overrides):
     ids=str,
 )
 @pytest.mark.parametrize("interruptions", [2, 3])
-def test_any_interruptions_end_as_none(corpus, tmp_path, overrides, interruptions):
+def test_repeatedly_interrupted_run_equals_uninterrupted_run(
+    corpus, tmp_path, overrides, interruptions
+):
     """Check that a run with several interruptions equals an uninterrupted run.
 
     SIGTERM, after which the run saves a checkpoint, or SIGINT interrupts the run at random steps.
@@ -249,7 +249,7 @@ def test_any_interruptions_end_as_none(corpus, tmp_path, overrides, interruption
 
 
 @pytest.mark.slow
-def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
+def test_last_step_and_saved_steps_are_logged(corpus, tmp_path):
     """Check that the last step and the saved steps are logged between multiples of `logging_steps`.
 
     Every record covers all steps since the previous one.
@@ -272,7 +272,7 @@ def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
     assert [record["step"] for record in log_of(tmp_path / "saved")] == [3, 4, 6, 8, 9, 10]
 
 
-def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):
+def test_prepared_texts_are_used_if_streaming_is_not_set(corpus, tmp_path, monkeypatch):
     """Check that prepared texts are used instead of a stream if `streaming` is not set.
 
     The recipes of the paper do not set `streaming`. A run that has begun cannot change between a
@@ -307,7 +307,7 @@ def _text_files(name, *args, streaming=False, **kwargs):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys):
+def test_sigterm_saves_a_checkpoint_but_no_final_files(corpus, tmp_path, capsys):
     """Check that a run stopped by SIGTERM saves a checkpoint and no final files, and resumes.
 
     SIGTERM arrives during the third step. No other checkpoint is written, because by default a
@@ -356,7 +356,7 @@ def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     assert same_weights(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
+def test_raw_checkpoint_initializes_a_run(corpus, tmp_path):
     """Check that a raw checkpoint initializes a run like the Hub folder with the same weights.
 
     `init_from` may be the directory of the checkpoint or its file. The converted copy of the
@@ -378,7 +378,7 @@ def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
     assert not same_weights(tmp_path / "one", tmp_path / "of-raw")
 
 
-def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch):
+def test_global_batch_size_sets_gradient_accumulation(corpus, tmp_path, monkeypatch):
     """Check that the global batch size determines the number of gradient accumulation steps.
 
     The launcher sets the number of processes in the environment variable WORLD_SIZE.
@@ -448,7 +448,7 @@ def _every_third(self, input_ids, generator, progress):
     )
 
 
-def test_masked_accuracy_counts_labeled_tokens_alone():
+def test_masked_accuracy_counts_only_labeled_tokens():
     """Check the counts for logits of all tokens, and for logits of the masked tokens only."""
     labels = torch.tensor([[-100, 1, 2, -100]])
     logits = torch.zeros(1, 4, 3)
@@ -462,7 +462,7 @@ def test_the_baseline_is_the_most_frequent_masked_token():
     assert most_frequent_token([{"labels": torch.tensor(row)} for row in labels]) == (9, 0.75)
 
 
-def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
+def test_data_seed_defaults_to_seed(corpus, tmp_path):
     """Check that `data_seed` defaults to `seed`, and leaves the seed of the model unchanged."""
     both = {"seed": 3, "data_seed": 5}
     for options, data_seed in (({}, 7), ({"seed": 3}, 3), (both, 5), ({"data_seed": 0}, 0)):
@@ -512,7 +512,7 @@ def test_mfu_and_epochs_count_all_processes(monkeypatch, sparse, predicted):
     assert logs["mfu"] == pytest.approx(flops / (4.0 * 2 * 1e12))
 
 
-def test_the_decoder_computes_masked_tokens_alone_by_default():
+def test_sparse_prediction_is_enabled_by_default():
     """Check that training uses `sparse_prediction`, unless `model_config` disables it."""
     tokenizer = load_tokenizer(TOKENIZER)
     assert model_module.make_model(TINY, None, tokenizer, 0).config.sparse_prediction
@@ -520,7 +520,7 @@ def test_the_decoder_computes_masked_tokens_alone_by_default():
     assert not model_module.make_model(dense, None, tokenizer, 0).config.sparse_prediction
 
 
-def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
+def test_changed_init_from_or_other_tokenizer_is_rejected(corpus, tmp_path):
     """Check that `tokenizer` must match `init_from`, and that a run cannot change `init_from`.
 
     The tokenizer of `init_from` is the default. The ids of another tokenizer would select the
@@ -553,7 +553,7 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
         )
 
 
-def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
+def test_default_and_explicit_warmup_steps(corpus, tmp_path):
     """Check the default warmup, 5 % of the steps and at most 2,000, and values that are set.
 
     A value below 1 is a fraction of the steps, here of 8.
@@ -566,7 +566,7 @@ def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
         assert run.training.get_warmup_steps(run.training.max_steps) == steps, options
 
 
-def test_a_continued_run_has_the_same_text(corpus, tmp_path):
+def test_resumed_stream_requires_the_same_texts(corpus, tmp_path):
     """Check that a streamed run is resumed only with the same texts, which may have been moved.
 
     Prepared texts are stored with their source. A stream is not, so the run stores its source.
@@ -584,7 +584,7 @@ def test_a_continued_run_has_the_same_text(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "out", **options, dataset=moved))
 
 
-def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
+def test_model_config_accepts_field_aliases(corpus, tmp_path):
     """Check that `model_config` accepts aliases of fields when a model is loaded.
 
     `dropout` and `max_length` are aliases. RoPE scaling is relative to the context length of the

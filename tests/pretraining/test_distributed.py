@@ -142,7 +142,7 @@ def _launcher(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_processes_give_the_losses_of_one(folder, single, way):
+def test_two_processes_match_a_single_process(folder, single, way):
     """Check the log of two processes against that of one, and that they resume exactly."""
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -173,7 +173,7 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
         _check_conversion(folder)
 
 
-def test_zero_2_takes_another_vocabulary(folder, single):
+def test_zero_2_vocabulary_transfer_matches_a_single_process(folder, single):
     """Check that two processes with vocabulary transfer have the losses of one.
 
     Each process computes the new embeddings from those of the initial model.
@@ -203,7 +203,7 @@ def test_zero_2_takes_another_vocabulary(folder, single):
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero2"])
-def test_two_processes_measure_and_weigh_as_one(folder, single, way):
+def test_weighted_sources_and_validation_match_a_single_process(folder, single, way):
     """Check weighted sources, and the metrics of two validation sets before and after training."""
     if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -329,7 +329,7 @@ os._exit(0)
 """  # noqa: E501
 
 
-def test_fully_sharded_processes_give_the_losses_of_one(folder):
+def test_fsdp2_matches_a_single_process(folder):
     """Check that training with FSDP2 in two processes has the losses of one process."""
     (folder / "fully_shard.py").write_text(_FULLY_SHARD)
     losses = []

@@ -33,7 +33,7 @@ def _text(tokenizer, count=100_000):
     return ids.view(100, -1)
 
 
-def test_20_percent_always_by_the_mask_token(tokenizer):
+def test_20_percent_are_replaced_by_the_mask_token(tokenizer):
     """Check that 20 % of the ordinary tokens are predicted, and all of them become [MASK]."""
     ids = _text(tokenizer)
     masked, labels = TokenMasking(tokenizer)(ids, torch.Generator().manual_seed(0))
@@ -70,7 +70,7 @@ def test_bert_masking_15_percent_80_10_10(tokenizer):
     assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any()
 
 
-def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
+def test_masks_are_reproducible_and_never_empty(tokenizer):
     masking = TokenMasking(tokenizer)
     ids = _text(tokenizer, 1000)
     first, again, other = [
@@ -124,7 +124,7 @@ def _paper_rate(step, warmup, steps):
 
 
 @pytest.mark.parametrize("warmup, steps", [(20, 1000), (0, 100), (1, 10), (100, 2800)])
-def test_the_schedule_is_that_of_the_paper(warmup, steps):
+def test_schedule_matches_the_formula_of_the_paper(warmup, steps):
     schedule = paper_schedule(steps, warmup)
     rates = _rates(
         schedule["lr_scheduler_type"], warmup, steps, schedule["lr_scheduler_kwargs"], peak=6e-4

@@ -63,7 +63,7 @@ def _first_texts(batches, count):
     return [text for i in range(count) for text in texts_of_batch(batches[i])]
 
 
-def test_a_prepared_pass_has_the_exact_shares(tokenizer):
+def test_epoch_contains_exact_fractions_of_sources(tokenizer):
     """Check that an epoch of weighted sources contains their exact fractions, well mixed.
 
     The epoch has 900 / 0.9 = 1,000 texts, so that it ends when the first source is exhausted.
@@ -80,7 +80,7 @@ def test_a_prepared_pass_has_the_exact_shares(tokenizer):
     assert 3 <= min(counts) and max(counts) <= 20, "the sources must be mixed"
 
 
-def test_each_source_is_read_in_passes_of_its_own():
+def test_exhausted_source_starts_again():
     """Check that a source which is exhausted starts again, while the other one continues."""
     order = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
     assert order.samples == [100, 100], "an epoch must have 100 samples of the rarest source"
@@ -96,7 +96,7 @@ def test_each_source_is_read_in_passes_of_its_own():
     assert (other.order(4) == order.order(4)).all() and (order.order(3) != order.order(4)).any()
 
 
-def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
+def test_sample_counts_are_rounded_and_sources_shuffled_separately():
     """Check the number of samples, and that two sources of equal size are shuffled differently."""
     order = WeightedOrder(np.arange(1010), [10, 1010], [0.31, 0.69], (1, 0))
     assert order.samples == [100, 223], "100 / 0.31 * 0.69 = 222.58 must be rounded"
@@ -107,7 +107,7 @@ def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
     assert len(first) == len(second) == 100 and {*first} != {*(second - 500)}
 
 
-def test_shares_of_many_small_sources_add_up():
+def test_weights_are_normalized():
     """Check that weights are normalized to sum to 1, and that a single source has no weight."""
     sources = parse_sources(
         [{"name": f"{i}.txt", "weight": weight} for i, weight in enumerate([3, 1, 4])]
@@ -131,7 +131,7 @@ def make_weighted(corpus):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"streaming": "true"}], ids=str)
-def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, overrides):
+def test_run_killed_twice_equals_uninterrupted_run(corpus, tmp_path, weighted, overrides):
     """Check that a run with weighted sources, killed twice, equals an uninterrupted run."""
     options = {"dataset": weighted, "prepared": corpus / "weighted", "save_steps": 2, **overrides}
     run_of(arguments_of(corpus, tmp_path / "whole", **options))
@@ -152,7 +152,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("invalid_fields, message", BAD, ids=str)
-def test_bad_weights_are_one_sentence(
+def test_invalid_weights_are_reported(
     corpus, tmp_path, weighted, capsys, monkeypatch, invalid_fields, message
 ):
     """Check that an invalid source is reported in one line, and no output is written."""
@@ -168,7 +168,7 @@ def test_bad_weights_are_one_sentence(
     assert not out.exists()
 
 
-def test_other_weights_are_another_run(corpus, tmp_path, weighted, capsys, caplog):
+def test_run_is_identified_by_relative_weights(corpus, tmp_path, weighted, capsys, caplog):
     """Check that a run is identified by the relative weights of its sources."""
     prepared = tmp_path / "prepared"
     run_of(arguments_of(corpus, tmp_path / "out", dataset=weighted, prepared=prepared))

@@ -92,7 +92,7 @@ def run(folder, output, **overrides):
         return list(csv.DictReader(file))
 
 
-def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
+def test_exact_value_matches_the_definition(folder, tmp_path, monkeypatch):
     """Check exact values against a loop that masks one token of one text at a time.
 
     A text is truncated to the length of the bucket and ends with [SEP].
@@ -130,7 +130,7 @@ def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
     assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "the plot must not be empty"
 
 
-def test_the_mean_and_the_error_of_all_subsets_are_unbiased():
+def test_estimates_of_mean_and_error_are_unbiased():
     """Check the estimates of all subsets of a population.
 
     The mean of their means is the mean of the population. The mean of their squared standard errors
@@ -180,7 +180,7 @@ def test_texts_are_truncated_to_each_length_or_measured_in_full(folder, tmp_path
     assert run(folder, tmp_path / "again", text=texts, positions=2) == truncated
 
 
-def test_several_models_share_a_table(folder, tmp_path, capsys):
+def test_several_models_match_separate_runs(folder, tmp_path, capsys):
     """Check that each model has the results of a separate run.
 
     BERT has 48 learned position embeddings, so that it has no results for longer texts.
@@ -209,7 +209,7 @@ def test_several_models_share_a_table(folder, tmp_path, capsys):
     assert len(run(folder, tmp_path / "best", model=models, positions=2)) == len(both)
 
 
-def test_errors_of_a_bucket_by_hand():
+def test_standard_errors_of_a_bucket():
     """Check two texts with means of 1 and 2 and standard errors of 0.3 and 0.4.
 
     The standard error of the mean is 0.5 / 2 from the positions, and 0.7071 / sqrt(2) from the
@@ -228,7 +228,7 @@ def test_errors_of_a_bucket_by_hand():
     assert bucket.high == pytest.approx(math.exp(1 + 1.96 * 0.3))
 
 
-def test_the_published_table_follows_from_its_rows():
+def test_published_json_matches_the_csv():
     """Check that the JSON file in results/ is the summary of the CSV file next to it."""
     committed = ROOT / "results" / "pseudo_perplexity" / "pseudo_perplexity.csv"
     rows = pandas.read_csv(committed, dtype={"yarn": str})
@@ -316,7 +316,7 @@ def test_default_lengths_end_at_the_context_length(folder, tmp_path):
         ({"text": "no_such_data"}, "dataset no_such_data cannot be read"),
     ],
 )
-def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
+def test_invalid_input_is_reported(folder, tmp_path, more, sentence):
     with pytest.raises(UserError, match=sentence):
         run(folder, tmp_path / "out", **more)
     assert not (tmp_path / "out").exists(), "the command must not write anything"
@@ -351,7 +351,7 @@ def test_unusable_models_are_refused(folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_plot_has_the_intervals_of_every_length():
+def test_plot_shows_confidence_intervals_per_length():
     """Check the points, confidence intervals, labels and ticks of the plot."""
     buckets = [
         module.Bucket(

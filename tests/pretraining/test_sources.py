@@ -19,7 +19,7 @@ from neobert.pretraining.prepared import load_prepared
 from neobert.pretraining.sources import content_hash, parse_sources, source_digest
 
 
-def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
+def test_prepared_texts_exclude_empty_rows(tmp_path, tokenizer):
     """Check the counts, the token ids and the lengths of prepared texts."""
     rows = [{"text": text} for text in ("a river", "", " ", "green stone")]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -35,7 +35,7 @@ def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
     assert tokens.lengths.tolist() == [4, 4], "[CLS] and [SEP] must be counted"
 
 
-def test_text_parquet_saved_and_several_sources(tmp_path):
+def test_file_types_and_concatenated_sources(tmp_path):
     """Check text files, Parquet files and saved datasets, alone and one after another.
 
     A saved dataset may have several splits, or a column of the type large_string, which cannot be
@@ -59,7 +59,7 @@ def test_text_parquet_saved_and_several_sources(tmp_path):
     assert rows_of(str(tmp_path / "splits"), column="body", split="dev") == ["south"]
 
 
-def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
+def test_hub_name_with_subset_and_revision(tmp_path, monkeypatch):
     """Check the arguments of `load_dataset` for names of the form name:subset@revision."""
     calls = []
 
@@ -85,7 +85,7 @@ def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
     assert rows_of(str(tmp_path / "a:b@c.txt")) == ["a river"]
 
 
-def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+def test_paths_are_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     """Check which names of sources are paths and which are names on the Hub."""
     monkeypatch.chdir(tmp_path)
     for name in ("texts.txt", "more.jsonl.gz", "./texts", "/texts", "~/texts", "a/b/c", "a*"):
@@ -104,7 +104,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_sources_are_one_sentence(tmp_path, tokenizer, name):
+def test_invalid_sources_are_reported(tmp_path, tokenizer, name):
     """Check that an error has a single line, and that nothing is written."""
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     (tmp_path / "d.txt").write_text("\n\n")
@@ -115,7 +115,7 @@ def test_bad_sources_are_one_sentence(tmp_path, tokenizer, name):
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer):
+def test_prepared_texts_require_the_same_source_and_tokenizer(tmp_path, tokenizer):
     """Check that prepared texts of another source or tokenizer, and other files, are refused."""
     (tmp_path / "a.txt").write_text("a river\n")
     (tmp_path / "b.txt").write_text("green stone\n")
@@ -134,7 +134,7 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
         prepare(str(tmp_path / "a.txt"), tmp_path / "other", tokenizer)
 
 
-def test_other_text_under_the_same_names_is_another_source(tmp_path):
+def test_source_is_identified_by_content_and_not_by_path(tmp_path):
     """Check that the content of a source identifies it, and not its path.
 
     The sources are a file and a saved dataset. Their contents have the same size.
@@ -157,7 +157,7 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path):
 
 
 @pytest.mark.parametrize("block", range(16))
-def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
+def test_content_hash_detects_a_change_in_each_sampled_block(tmp_path, block):
     """Check that a change of one byte in a block that is read changes the digest.
 
     The file has 61 blocks of 64 KiB, of which every fourth is read.
@@ -171,7 +171,7 @@ def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
     assert content_hash([path]) != before
 
 
-def test_case_is_part_of_the_fingerprint_of_a_tokenizer(tokenizer):
+def test_tokenizer_fingerprint_depends_on_case(tokenizer):
     """Check that an uncased and a cased tokenizer with the same vocabulary are distinguished."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["normalizer"]["lowercase"] = False

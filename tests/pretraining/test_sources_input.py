@@ -67,7 +67,7 @@ BAD = [
     BAD,
     ids=[next(iter(options)) + str(i) for i, (options, _) in enumerate(BAD)],
 )
-def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, overrides, message):
+def test_invalid_input_is_reported_before_training(corpus, tmp_path, capsys, overrides, message):
     """Check the error, and that no checkpoint is written.
 
     `{corpus}` stands for the directory of the inputs: an empty directory, a configuration with an
@@ -103,7 +103,7 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, ove
 @pytest.mark.parametrize(
     "token, message", [("mask_token", "has no mask token"), ("sep_token", "start and end")]
 )
-def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, message):
+def test_tokenizer_without_required_special_token_is_rejected(corpus, tmp_path, token, message):
     """Check that a tokenizer without a mask token or a separator token is refused."""
     tokenizer = load_tokenizer(TOKENIZER)
     setattr(tokenizer, token, None)
@@ -114,7 +114,7 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, me
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypatch):
+def test_use_cpu_is_set_without_an_accelerator(tmp_path, monkeypatch):
     """Check that `use_cpu` is set on a machine without an accelerator.
 
     Otherwise the processes of torchrun could not connect to each other.

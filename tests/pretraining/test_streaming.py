@@ -197,7 +197,7 @@ def test_each_row_is_tokenized_by_exactly_one_reader(
     assert max(map(len, rows_of_readers)) <= max_rows
 
 
-def test_each_epoch_has_another_order_of_files(tmp_path, tokenizer):
+def test_order_of_files_differs_between_epochs(tmp_path, tokenizer):
     """Check the order of six files with one word each over three epochs."""
     for number in range(6):
         (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"text": WORDS[number]}) + "\n")
@@ -210,13 +210,13 @@ def test_each_epoch_has_another_order_of_files(tmp_path, tokenizer):
     assert len(set(map(tuple, epochs))) > 1
 
 
-def test_a_stream_without_long_texts_is_refused(tmp_path, tokenizer):
+def test_stream_without_texts_of_required_length_is_rejected(tmp_path, tokenizer):
     _write_corpus(tmp_path)
     with pytest.raises(UserError, match="needs a text of at least 500 tokens"):
         next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0})))
 
 
-def test_lengths_include_special_tokens_and_long_texts_are_truncated_or_split(tmp_path, tokenizer):
+def test_minimum_and_maximum_length_of_streamed_texts(tmp_path, tokenizer):
     """Check the minimum length of a text, and that windows contain every token exactly once."""
     path = tmp_path / "one.txt"
     path.write_text("river\nriver stone\n")
@@ -245,7 +245,7 @@ def test_a_stream_without_boundaries_contains_every_token(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_masks_of_a_process_are_those_of_the_complete_run(tmp_path, tokenizer, monkeypatch, rank):
+def test_batch_numbers_are_global_across_processes(tmp_path, tokenizer, monkeypatch, rank):
     """Check the numbers of the batches of two processes.
 
     Batch i of process r is batch 2 * i + r of the run. This number determines the masks of the

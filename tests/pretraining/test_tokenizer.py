@@ -99,7 +99,7 @@ def test_training_is_deterministic():
     assert len({tuple(train_wordpiece(kept, alphabet, 150, 1)) for _ in range(4)}) == 1
 
 
-def test_the_most_useful_tokens_save_the_most_tokens():
+def test_candidates_are_ordered_by_saved_tokens():
     """Check that candidates are ordered by the number of tokens that they save in all words.
 
     The words have counts, and the number of selected candidates is limited.
@@ -135,7 +135,7 @@ def test_a_vocabulary_is_padded_to_a_multiple_of_64():
         ("stripped", 256, "\u00c4ndert", ["andert"]),
     ],
 )
-def test_the_format_is_that_of_bert(tokenizers, name, size, text, tokens):
+def test_output_has_the_bert_format(tokenizers, name, size, text, tokens):
     """Check the class, the vocabulary, the special tokens and the normalization of a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizers / name)
     settings = json.loads((tokenizers / name / "tokenizer_config.json").read_text())
@@ -177,7 +177,7 @@ def test_an_extended_tokenizer_keeps_its_ids_and_needs_fewer_tokens(tokenizers):
 # statistics
 
 
-def test_statistics_by_hand(tokenizers):
+def test_tokenizer_statistics(tokenizers):
     """Check the characters per token and the percentage of [UNK] of two texts."""
     tokenizer = load_tokenizer(str(tokenizers / "cased"))
     vocabulary = {"[UNK]": 0, "ab": 1, "##c": 2, "d": 3, ".": 4}

@@ -71,7 +71,7 @@ def _train_tokenizer(tokenizer_type):
 
 
 @pytest.mark.parametrize("tokenizer_type", ["wordpiece", "bytes", "metaspace"])
-def test_characters_of_pieces_are_those_of_the_text(tokenizer_type):
+def test_token_characters_add_up_to_the_text(tokenizer_type):
     """Check that the characters of all tokens add up to those of the text without white space."""
     tokenizer = _train_tokenizer(tokenizer_type)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
@@ -87,7 +87,7 @@ def make_bundled(tokenizer_dir):
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
-def test_bits_a_character_are_those_of_a_loop(bundled):
+def test_bits_per_character_match_a_loop_over_texts(bundled):
     """Check the metrics against a loop over single texts.
 
     The loop adds up the negative log-probabilities of the masked tokens in bits, and divides by the
@@ -118,7 +118,7 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
     assert metrics["loss"] * metrics["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
 
 
-def test_errors_are_those_of_ratios_over_batches():
+def test_standard_errors_match_the_ratio_formula():
     """Check the standard errors against the textbook formula for a ratio of two sums.
 
     The residuals of the batches are a - ratio * b, and the sum of their squares is multiplied by
@@ -169,7 +169,7 @@ def _records(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
+def test_named_validation_sets_before_during_and_after_training(corpus, tmp_path, sets):
     """Check the metrics of two validation sets, of a single one, and of `--evaluate-only`."""
     options = {"max_steps": 24, "save_steps": 24, "eval_strategy": "steps", "eval_steps": 12}
     metrics = run_of(arguments_of(corpus, tmp_path / "a", validation=json.dumps(sets), **options))
@@ -211,7 +211,7 @@ def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
     assert not list((tmp_path / "c").iterdir())
 
 
-def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, sets):
+def test_initial_evaluation_does_not_change_the_losses(corpus, tmp_path, sets):
     """Check that the evaluation before the first step does not change the losses of the run.
 
     Dropout masks depend on the random state, which the evaluation must leave unchanged.
@@ -224,7 +224,7 @@ def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, set
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
-def test_validation_masks_follow_the_seed_of_the_data(corpus, tmp_path, bundled):
+def test_validation_masks_depend_on_data_seed(corpus, tmp_path, bundled):
     """Check that the validation masks depend on `data_seed` and not on `seed`."""
     labels = []
     for seed, data_seed in ((3, 5), (4, 5), (3, 6)):
@@ -244,7 +244,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("validation, message", BAD, ids=[message for _, message in BAD])
-def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, validation, message):
+def test_invalid_validation_sets_are_reported(corpus, tmp_path, capsys, sets, validation, message):
     """Check that an invalid validation set is reported in one line before training."""
     (corpus / "empty.txt").write_text("")
     validation, message = (text.replace("DIR", str(corpus)) for text in (validation, message))
@@ -255,7 +255,7 @@ def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, validation, m
     assert not list(out.glob("checkpoint-*")) and not (out / "result.json").exists()
 
 
-def test_validation_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
+def test_validation_link_to_a_training_file_is_rejected(tmp_path):
     """Check that a validation file which is a link to a training file is refused."""
     (tmp_path / "train.txt").write_text("a text\n")
     (tmp_path / "other.txt").symlink_to("train.txt")
@@ -264,13 +264,13 @@ def test_validation_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
         check_validation_sets(sets, parse_sources(str(tmp_path / "train.txt")))
 
 
-def test_measuring_needs_text(corpus, tmp_path):
+def test_evaluate_only_requires_validation_texts(corpus, tmp_path):
     """Check that `--evaluate-only` is refused without validation texts."""
     with pytest.raises(UserError, match="`evaluate_only` needs validation texts"):
         pretrain.read_run([*arguments_of(corpus, tmp_path), "--evaluate-only"])
 
 
-def test_a_set_may_have_a_column_of_its_own():
+def test_validation_set_as_mapping_or_list():
     """Check the types of values of a named validation set: a mapping with keys, and a list."""
     sets = parse_validation(
         {"a": {"name": "x.jsonl", "column": "body"}, "b": ["y.jsonl", "z.jsonl"]}

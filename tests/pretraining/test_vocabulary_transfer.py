@@ -65,7 +65,7 @@ def test_a_word_is_tokenized_like_wordpiece():
     assert wordpieces("", True, vocabulary) == ([], False)
 
 
-def test_rows_from_an_uncased_vocabulary_by_hand():
+def test_transfer_from_uncased_to_cased_vocabulary():
     """Check the old tokens from which each token of a cased vocabulary is initialized."""
     old = wordpiece(
         ["haus", "##haus", "gross", "##e", "marz", "m", "##ar", "##z", "\u00df", "[unused3]", "gro"]
@@ -104,7 +104,7 @@ def test_rows_from_an_uncased_vocabulary_by_hand():
     assert len(rows.ordinary) == 10, "special and unused tokens must be excluded"
 
 
-def test_a_lowercase_token_is_copied_from_the_capitalized_one_if_there_is_no_other():
+def test_transfer_from_cased_to_uncased_vocabulary():
     """Check the transfer from a cased to an uncased vocabulary."""
     old = wordpiece(["Haus", "nato", "NATO", "UNO", "f", "##aus", "F"], lowercase=False)
     new = wordpiece(["haus", "nato", "uno", "faus", "##haus"])
@@ -115,7 +115,7 @@ def test_a_lowercase_token_is_copied_from_the_capitalized_one_if_there_is_no_oth
     }
 
 
-def test_rows_from_a_tokenizer_of_another_type():
+def test_transfer_between_bpe_and_wordpiece():
     """Check the transfer from byte-level BPE to WordPiece and back.
 
     BPE marks tokens at the start of a word, and WordPiece marks tokens within a word.
@@ -173,7 +173,7 @@ def test_rows_are_means_and_bit_identical_copies():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embedding_decoder_and_bias_follow(tied):
+def test_embedding_decoder_and_bias_are_transferred(tied):
     """Check that the embedding, the decoder and its bias get the same copies and means.
 
     All other weights are unchanged, and tied weights stay tied.
@@ -237,7 +237,7 @@ def transfer_options(folders, **overrides):
     }
 
 
-def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_path, caplog):
+def test_run_with_new_vocabulary_resumes_exactly(corpus, folders, tmp_path, caplog):
     """Check the files of a run with a new vocabulary, and that the run is resumed exactly."""
     caplog.set_level("INFO")
     options = transfer_options(
@@ -276,7 +276,7 @@ def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_pa
         ({"init_from": "{bare}"}, "no tokenizer was found in"),
     ],
 )
-def test_bad_input_is_one_sentence(corpus, folders, tmp_path, capsys, more, words):
+def test_invalid_input_is_reported(corpus, folders, tmp_path, capsys, more, words):
     """Check that invalid input is reported without a traceback before training."""
     # Write a tokenizer without a mask token, a tokenizer that covers no text, and a model without a
     # tokenizer.

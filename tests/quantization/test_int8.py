@@ -67,7 +67,7 @@ def bundled_pair():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 33, 512])
-def test_the_product_is_the_integer_product(rows):
+def test_product_matches_int64(rows):
     """The product equals the one in int64, also if all pairs of products have the largest sum.
 
     CPUs without VNNI add two products in 16 bits, and saturate larger sums. There, the weights of
@@ -92,7 +92,7 @@ def test_the_product_is_the_integer_product(rows):
     assert np.array_equal(actual.numpy(), expected.astype(np.float32) * scales.numpy())
 
 
-def test_the_check_finds_a_product_that_saturates(monkeypatch):
+def test_is_exact_detects_saturation(monkeypatch):
     """`is_exact` detects a product that saturates, like that of CPUs without VNNI.
 
     Their instruction `vpmaddubsw` adds pairs of products in 16 bits. The product is exact if pairs
@@ -111,7 +111,7 @@ def test_the_check_finds_a_product_that_saturates(monkeypatch):
     assert int8_product.is_exact(True, 16)
 
 
-def test_largest_weights_by_hand():
+def test_largest_weights():
     """Check the magnitude that becomes 127, without and with limited pairs.
 
     With limited pairs it is the largest sum of two neighbors that have the same sign. The last
@@ -146,7 +146,7 @@ def measured(monkeypatch):
     int8_product.must_limit_pairs.cache_clear()
 
 
-def test_a_slow_product_is_never_used_silently(measured, model):
+def test_slow_product_is_rejected_unless_requested(measured, model):
     """A slow product is an error that leaves the model unchanged, unless `even_if_slow` is set."""
     measured(1.0, 10_000.0)
     with pytest.raises(UserError, match="takes 10000.0 times as long as the one in float32"):
@@ -155,7 +155,7 @@ def test_a_slow_product_is_never_used_silently(measured, model):
     assert int8.is_int8(quantize_int8(model, even_if_slow=True))
 
 
-def test_a_product_that_is_not_exact_is_refused(measured, model, monkeypatch):
+def test_inexact_product_is_rejected(measured, model, monkeypatch):
     """A product that is not exact is an error, also with `even_if_slow`."""
     measured(1.0, 0.5)
     monkeypatch.setattr(int8_product, "is_exact", lambda limit_pairs, rows: False)
@@ -167,7 +167,7 @@ def test_a_product_that_is_not_exact_is_refused(measured, model, monkeypatch):
 
 
 @pytest.mark.parametrize("limit_pairs", [False, True])
-def test_a_linear_layer_by_hand(limit_pairs):
+def test_int8_linear_outputs(limit_pairs):
     """The outputs of an int8 layer equal those of codes and integers that are computed here.
 
     Float rounding is tolerated. If an input is halfway between two codes, its code may differ by
@@ -199,7 +199,7 @@ def test_a_linear_layer_by_hand(limit_pairs):
     assert not layer_outputs[1, 2].any() and layer_outputs.shape == (3, 7, 24)
 
 
-def test_a_norm_gives_the_bytes_of_its_output():
+def test_int8_norm_returns_codes_and_scales():
     """`Int8Norm` returns the codes and scales of the RMSNorm of its inputs."""
     norm = nn.RMSNorm(48, eps=0.5)
     nn.init.uniform_(norm.weight, 0.5, 2)
@@ -217,7 +217,7 @@ def test_a_norm_gives_the_bytes_of_its_output():
     assert ((actual - expected).abs() <= 0.501 * scales).all() and codes.min() >= 1
 
 
-def test_outliers_alone_are_smoothed_by_powers_of_two():
+def test_only_outliers_are_smoothed_by_powers_of_two():
     """Only channels above 8 times the median are smoothed, and their factors are powers of two."""
     layer = nn.Linear(64, 32, bias=False)
     nn.init.uniform_(layer.weight, -1, 1)
@@ -237,7 +237,7 @@ def test_outliers_alone_are_smoothed_by_powers_of_two():
 # ------------------------------------------------------------------------------------------- Models
 
 
-def test_factors_by_hand():
+def test_smoothing_factors():
     """Check the factor of an outlier against equation 4 of SmoothQuant with alpha = 1/2.
 
     The outlier has sqrt(64 / 2^-4) = 2^5 and the median channel sqrt(1 / 2^-4) = 2^2, so that the
@@ -249,7 +249,7 @@ def test_factors_by_hand():
     assert smoothing.factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
 
 
-def test_the_bundled_encoder_is_near(bundled_pair):
+def test_bundled_encoder_is_close_to_float32(bundled_pair):
     """Check the cosines between int8 and float32 for tokens and texts of the bundled encoder."""
     original, quantized = bundled_pair
     tokens = original.tokenize(TEXTS)
@@ -273,7 +273,7 @@ quantize_int8(NeoBERTModel.from_pretrained({ENCODER!r}), even_if_slow=True)
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have no AVX2")
-def test_the_bundled_encoder_on_a_cpu_without_vnni():
+def test_bundled_encoder_on_a_cpu_without_vnni():
     """The bundled encoder loses little precision on a CPU whose products saturate.
 
     oneDNN runs the kernels of such a CPU. `quantize_int8` would warn if the cosine of one of 256
@@ -362,7 +362,7 @@ def observe(model):
 
 
 @pytest.mark.parametrize("where", OUTLIERS)
-def test_smoothing_changes_no_bit_of_the_hidden_states(where):
+def test_smoothing_keeps_hidden_states_bit_identical(where):
     """Smoothing keeps the hidden states bit-identical, and makes the outliers smaller."""
     model = with_outliers(where)
     largest, expected = observe(model)
@@ -376,7 +376,7 @@ def test_smoothing_changes_no_bit_of_the_hidden_states(where):
     assert spread(largest_after) < (0.7 if where == "states" else 0.5) * spread(largest)
 
 
-def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config):
+def test_gelu_model_is_smoothed_except_for_feed_forward_output(tiny_config):
     """The GELU ablation is smoothed, except for the inputs of the last layer of the feed-forward.
 
     These inputs come from an activation function, which is not linear.
@@ -398,7 +398,7 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
     assert all(largest_after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
 
 
-def test_the_largest_inputs_are_those_of_all_batches(model):
+def test_observe_inputs_returns_the_maximum_over_batches(model):
     """`observe_inputs` returns the maximum over batches, and not that of the last batch."""
     texts = [torch.tensor([[7, 8, 9]]), torch.tensor([[3, 4]])]
     both = smoothing.observe_inputs(model, lambda: [model(text) for text in texts])
@@ -409,7 +409,7 @@ def test_the_largest_inputs_are_those_of_all_batches(model):
     assert any(not torch.equal(both[layer], singles[1][layer]) for layer in both)
 
 
-def test_balanced_factors_by_hand():
+def test_balanced_factors():
     """Check the factors max^0.65 / norm^0.35, relative to the median channel.
 
     A large input has the factor 2^(8 * 0.65), and a small column 2^(8 * 0.35). Both are rounded to
@@ -423,7 +423,7 @@ def test_balanced_factors_by_hand():
     assert factors.tolist() == [1, 1, 1, 2**5, 2**8, 2**3, 1]
 
 
-def test_balancing_changes_no_bit_and_brings_int8_nearer():
+def test_balancing_is_bit_identical_and_improves_int8():
     """Balancing keeps the hidden states bit-identical, and brings int8 closer to float32.
 
     The channels of the feed-forward have different sizes, but `smooth` treats none as an outlier.
@@ -450,7 +450,7 @@ def test_balancing_changes_no_bit_and_brings_int8_nearer():
 
 
 @pytest.mark.parametrize("where", OUTLIERS)
-def test_outliers_of_50_times_the_rest_hold(where):
+def test_int8_is_accurate_with_large_outliers(where):
     """int8 stays close to float32 with outliers in norms, values, or hidden states.
 
     Trained encoders have such outliers in a few channels.
@@ -463,7 +463,7 @@ def test_outliers_of_50_times_the_rest_hold(where):
     assert cosines(int8_means, means).min() >= 0.99
 
 
-def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
+def test_warn_about_inaccurate_quantization(monkeypatch):
     """`quantize_int8` warns if the int8 model differs too much from the original one."""
     # With this threshold no channel is an outlier, so nothing is smoothed.
     monkeypatch.setattr(smoothing, "TIMES", 1e9)
@@ -471,7 +471,7 @@ def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
         quantize_int8(with_outliers("norms"))
 
 
-def test_vectors_without_a_number_are_told_about(model):
+def test_warn_about_nan_hidden_states(model):
     """`quantize_int8` also warns if the hidden states are NaN, for which comparisons are false."""
     with torch.no_grad():
         model.layer_norm.weight[0] = float("nan")
@@ -493,7 +493,7 @@ def test_heads_and_sentence_transformers(tiny_config, bundled_pair):
     assert np.abs(embeddings - encoder.encode(TEXTS[:20])).max() < 1e-5
 
 
-def test_bfloat16_around_the_products(tiny_config):
+def test_quantized_model_in_bfloat16(tiny_config):
     """A quantized model can be converted to bfloat16, except for its codes and scales."""
     original = NeoBERTModel(NeoBERTConfig(**tiny_config, decoder_init_range=0.1)).eval()
     quantized = quantize_int8(copy.deepcopy(original)).to(torch.bfloat16)
@@ -504,7 +504,7 @@ def test_bfloat16_around_the_products(tiny_config):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_as_near(model):
+def test_compiled_int8_blocks_match_eager_blocks(model):
     """Compiled int8 blocks have the hidden states of blocks that are not compiled."""
     quantized = quantize_int8(copy.deepcopy(model))
     compiled = compile_blocks(quantize_int8(copy.deepcopy(model)))
@@ -517,7 +517,7 @@ def test_compiled_blocks_are_as_near(model):
 # ------------------------------------------------------------------------------- Unsupported models
 
 
-def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
+def test_unsupported_models_and_uses_are_rejected(model, bundled_pair, tmp_path):
     """Check the errors for unsupported models, and for saving or training a quantized model."""
     with pytest.raises(UserError, match="must contain a NeoBERT to be quantized, got a Linear"):
         quantize_int8(nn.Linear(4, 4))
@@ -554,7 +554,7 @@ def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
-def test_a_text_has_the_same_bits_in_every_batch(model_folder, dtype, threads):
+def test_embedding_is_bit_identical_in_every_batch(model_folder, dtype, threads):
     """The embedding of a text is bit-identical in random batches and alone.
 
     The batches differ in their texts, the order of the texts and the maximum number of tokens.

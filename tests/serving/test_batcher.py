@@ -30,7 +30,7 @@ def make_batcher(function, executor, queue_tokens=33):
     return Batcher("encoder", function, executor, 10, queue_tokens, Metrics())
 
 
-def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
+def test_token_budget_order_and_full_queue(executor):
     """Texts are batched in order, and requests that do not fit into the queue are refused.
 
     A request that fits into an empty queue gets status 429, and a larger one status 413.
@@ -57,7 +57,7 @@ def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses(executor):
     assert (batcher.tokens, batcher.requests) == (0, 0)
 
 
-def test_only_the_request_of_a_failing_text_fails(executor):
+def test_failing_text_fails_only_its_own_request(executor):
     """A text that fails affects only its own request, even if it shares a batch with others."""
     batches = []
 
@@ -120,7 +120,7 @@ def test_a_cancelled_request_leaves_the_queue(executor):
     assert (batcher.tokens, batcher.requests) == (0, 0)
 
 
-def test_the_metrics_count_batches_and_the_queue(executor):
+def test_batch_and_queue_metrics(executor):
     """Check the metrics after one batch of three texts."""
 
     async def run():

@@ -92,7 +92,7 @@ def test_client(name, address, embeddings, scores, classifier):
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(
-    r"^<!-- run: \S+::test_the_snippets_of_the_page -->\n```python\n(.*?)^```$", PAGE, re.M | re.S
+    r"^<!-- run: \S+::test_serving_page_snippets -->\n```python\n(.*?)^```$", PAGE, re.M | re.S
 )
 # This code is appended to a snippet, and prints its results as JSON.
 RESULTS = """
@@ -112,7 +112,7 @@ if "predictions" in names:
 @pytest.mark.parametrize(
     "snippet", SNIPPETS, ids=lambda text: re.search(r"\w+$", text.split()[1])[0]
 )
-def test_the_snippets_of_the_page(snippet, address, reranker, classifier):
+def test_serving_page_snippets(snippet, address, reranker, classifier):
     """Run a snippet of docs/serving.md against the server, and check its results."""
     assert "http://localhost:8000" in snippet and "KEY" in snippet
     code = snippet.replace("http://localhost:8000", address).replace("KEY", KEY)

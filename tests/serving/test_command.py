@@ -34,7 +34,7 @@ def request(address, path, body=None, headers=None):
         return response.read().decode()
 
 
-def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
+def test_sigterm_completes_requests_in_progress():
     """After SIGTERM, the server completes the requests in progress and ends with exit code 0."""
     texts = texts_of_all_lengths(400)
     encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
@@ -60,7 +60,7 @@ def test_the_line_at_the_start_and_sigterm_with_requests_in_progress():
     assert np.array(rows, np.float32).tobytes() == expected.tobytes()
 
 
-def test_the_line_names_the_models(reranker, classifier):
+def test_startup_message(reranker, classifier):
     """Check the message that the server logs at its start."""
     arguments = ["--model", str(ENCODER), "--reranker", reranker, "--classifier", classifier]
     options = OPTIONS["serve"].read([*arguments, "--dtype", "int8", "--device", "cpu"])
@@ -71,7 +71,7 @@ def test_the_line_names_the_models(reranker, classifier):
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_address_and_the_metrics():
+def test_workers_share_metrics_and_are_restarted():
     """Two workers count in the same metrics, and a worker that dies is restarted."""
     with server_process("--workers", "2") as (process, address):
 
@@ -112,7 +112,7 @@ def workers_of(process):
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start_end_the_server(tmp_path):
+def test_worker_startup_failure_stops_the_server(tmp_path):
     """An error of a worker at its start ends the server, with a message and no traceback."""
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "neobert", "serve", "--workers", "2", "--port", "0"]
@@ -123,7 +123,7 @@ def test_workers_that_cannot_start_end_the_server(tmp_path):
     assert "cannot be loaded" in process.stderr and "Traceback" not in process.stderr
 
 
-def test_an_address_in_use_is_refused_before_the_models_are_loaded(capsys):
+def test_address_in_use_is_reported_before_loading_models(capsys):
     """The server reports an address in use at once, with the option that selects another port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -144,7 +144,7 @@ def test_a_missing_model_is_refused(capsys, tmp_path):
         assert "there is no" in capsys.readouterr().err
 
 
-def test_responses_are_sent_without_delay():
+def test_tcp_nodelay_is_set():
     """Accepted connections have the socket option TCP_NODELAY.
 
     asyncio sets the option only if the protocol of the listening socket is TCP. Without the option,
@@ -169,7 +169,7 @@ def test_responses_are_sent_without_delay():
     assert asyncio.run(accept())
 
 
-def test_an_open_server_for_other_machines_is_reported(capsys, caplog, monkeypatch):
+def test_warning_for_remote_access_without_api_key(capsys, caplog, monkeypatch):
     """A server without an API key that accepts remote connections logs a warning."""
     # The address is reserved for documentation and cannot be bound, so the server never starts.
     arguments = ["serve", "--model", str(ENCODER), "--host", "192.0.2.1"]

@@ -13,7 +13,7 @@ from neobert.cli import main
 pytestmark = pytest.mark.slow
 
 
-def test_a_fine_tuned_classifier_has_the_probabilities_of_predict(tmp_path):
+def test_server_probabilities_match_neobert_predict(tmp_path):
     """Fine-tune a classifier, and compare the probabilities of `/predict` and `neobert predict`."""
     rows = runs.classification_rows()
     runs.run(tmp_path, rows)

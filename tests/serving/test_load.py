@@ -150,7 +150,7 @@ def metric(address, pattern):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_no_response_is_lost_or_mixed_and_the_memory_is_flat(dtype):
+def test_responses_and_memory_under_load(dtype):
     """Check the embeddings, statuses, counters and memory after four rounds of requests."""
     texts = texts_of_all_lengths(500)
     encoder = PackedEncoder(str(ENCODER), dtype, "cpu")

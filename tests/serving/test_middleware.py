@@ -32,7 +32,7 @@ def test_an_api_key_is_required_except_for_health_and_metrics():
         assert client.get("/health").status_code == client.get("/metrics").status_code == 200
 
 
-def test_the_api_key_of_the_environment(monkeypatch):
+def test_api_key_from_environment(monkeypatch):
     """The option --api-key has priority over NEOBERT_API_KEY, which must not be empty."""
     monkeypatch.setenv("NEOBERT_API_KEY", "secret")
     server = OPTIONS["serve"].read(["--model", str(ENCODER)]).server
@@ -49,7 +49,7 @@ def test_the_api_key_of_the_environment(monkeypatch):
     assert server.key is None
 
 
-def test_a_request_after_its_deadline_is_refused_and_leaves_the_queue():
+def test_request_timeout_removes_queued_texts():
     """A request that exceeds the deadline gets status 503, and its waiting texts are removed."""
     release = threading.Event()
     with serving("--timeout", "0.3") as client:
@@ -139,7 +139,7 @@ def test_a_disconnect_cancels_the_route():
     assert 'neobert_requests_total{route="/v1/embeddings",status="499"} 1.0' in metrics
 
 
-def test_a_disconnect_in_the_body_does_not_start_the_route():
+def test_disconnect_during_body_does_not_call_the_route():
     """The route is not called if the client disconnects before the body is complete."""
 
     async def route(scope, receive, send):
@@ -149,7 +149,7 @@ def test_a_disconnect_in_the_body_does_not_start_the_route():
     assert sent == [] and 'status="499"' in metrics
 
 
-def test_a_disconnect_after_the_response_is_no_cancellation():
+def test_disconnect_after_response_is_not_a_cancellation():
     """A disconnect after the response counts as status 200, not as 499."""
 
     async def route(scope, receive, send):
@@ -191,7 +191,7 @@ def test_a_slow_body_is_refused():
     assert sent[0]["status"] == 408 and b"within 0.1 s" in sent[1]["body"]
 
 
-def test_the_metrics_name_routes_and_statuses(client):
+def test_requests_are_counted_by_route_and_status(client):
     """Requests are counted by route and status. All unknown paths share the route "other"."""
 
     def count(route, status):

@@ -70,7 +70,7 @@ def test_an_unknown_encoding_is_refused(byte_encoding):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
-def test_other_dtypes_are_near_to_float32(dtype, reranker, classifier):
+def test_other_dtypes_are_close_to_float32(dtype, reranker, classifier):
     """Embeddings in other dtypes are close to those in float32, and all routes respond."""
     encoder = PackedEncoder(str(ENCODER), "float32", "cpu")
     texts = texts_of_all_lengths(8)
@@ -98,7 +98,7 @@ def load(folder, kind, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_logits_have_the_same_bits_in_every_batch(classifier, dtype, is_fast):
+def test_logits_do_not_depend_on_the_batch(classifier, dtype, is_fast):
     """Logits of a text do not depend on the other texts of its batch.
 
     `is_fast` selects the forward pass for CPUs instead of that of the model.
@@ -118,7 +118,7 @@ def test_logits_have_the_same_bits_in_every_batch(classifier, dtype, is_fast):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype, pooling, tmp_path):
+def test_cpu_forward_matches_model_logits(classifier, dtype, pooling, tmp_path):
     """The forward pass for CPUs has the logits of the model, for both types of pooling."""
     folder = shutil.copytree(classifier, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -132,7 +132,7 @@ def test_the_forward_for_cpus_returns_the_logits_of_the_model(classifier, dtype,
     np.testing.assert_allclose(fast, model.logits(tokens), atol=tolerance, rtol=2e-6)
 
 
-def test_a_model_with_a_hook_runs_its_own_forward(classifier):
+def test_cpu_forward_is_not_used_with_hooks(classifier):
     """A model with a forward hook does not use the fast forward pass, which would skip the hook."""
     model = load(classifier, "classifier").model
     assert CpuClassifier.for_model(model)
@@ -141,7 +141,7 @@ def test_a_model_with_a_hook_runs_its_own_forward(classifier):
     assert CpuClassifier.for_model(model.model) is None
 
 
-def test_a_classifier_of_finetune_has_its_temperature_and_length(tmp_path):
+def test_temperature_and_max_length_of_task_json(tmp_path):
     """The server applies the temperature and the maximum length of task.json."""
     folder = tmp_path / "topics"
     save_classifier(folder, 3)

@@ -30,7 +30,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_concurrent_requests_return_the_bits_of_each_text_alone(dtype):
+def test_concurrent_embeddings_match_texts_encoded_alone(dtype):
     """Embeddings of concurrent requests have the bits of each text encoded alone."""
     encoder = PackedEncoder(str(ENCODER), dtype, "cpu")
     texts = texts_of_all_lengths(48)
@@ -59,7 +59,7 @@ def test_concurrent_requests_return_the_bits_of_each_text_alone(dtype):
     assert embeddings_of(one)[0].tobytes() == alone[texts[0]].tobytes()
 
 
-def test_models_token_ids_and_dimensions(client):
+def test_model_list_token_ids_and_dimensions(client):
     """Check the list of models, token ids as input, and shortened embeddings."""
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["sentence-encoder", "reranker", "topics"]
@@ -85,7 +85,7 @@ def test_models_token_ids_and_dimensions(client):
 # Cohere and Jina
 
 
-def test_the_scores_are_those_of_the_cross_encoder(client, reranker):
+def test_rerank_scores_match_cross_encoder(client, reranker):
     """Both versions of the API return the sorted scores of CrossEncoder, limited by `top_n`."""
     query, *documents = (text[:50] for text in texts_of_all_lengths(12, seed=1))
     expected = CrossEncoder(reranker).predict([(query, document) for document in documents])
@@ -110,7 +110,7 @@ def test_the_scores_are_those_of_the_cross_encoder(client, reranker):
     assert [result["document"]["text"] for result in results] == [documents[i] for i in order]
 
 
-def test_the_bits_of_a_score_do_not_depend_on_the_other_documents(client):
+def test_rerank_score_does_not_depend_on_other_documents(client):
     """The score of a document is the same, bit for bit, with and without other documents."""
     query, *documents = texts_of_all_lengths(40, seed=2)
     body = {"query": query[:40], "truncate": True}
@@ -125,7 +125,7 @@ def test_the_bits_of_a_score_do_not_depend_on_the_other_documents(client):
 # Text Embeddings Inference
 
 
-def test_embed_returns_the_embeddings_of_the_openai_route(client):
+def test_embed_matches_the_openai_route(client):
     """Check /embed and its alias /, and shortened embeddings."""
     texts = ["a bird of prey", "an eagle"]
     expected = embeddings_of(client.post("/v1/embeddings", json={"input": texts}))
@@ -144,7 +144,7 @@ def test_embed_returns_the_embeddings_of_the_openai_route(client):
     np.testing.assert_allclose(row, first / np.linalg.norm(first), rtol=1e-6)
 
 
-def test_a_prompt_and_the_normalization_of_an_encoder_without_them(tmp_path):
+def test_prompt_name_and_normalize(tmp_path):
     """Check `prompt_name` and `normalize` with a model that does not normalize its embeddings.
 
     `normalize` is true by default. The OpenAI route does not normalize the embeddings of this
@@ -178,7 +178,7 @@ def test_a_prompt_and_the_normalization_of_an_encoder_without_them(tmp_path):
     assert ids.status_code == 400 and "`prompt_name` requires text" in ids.json()["error"]
 
 
-def test_rerank_of_tei(client, reranker):
+def test_tei_rerank(client, reranker):
     """Scores are the logits of CrossEncoder with `raw_scores`, otherwise their sigmoid."""
     documents = ["an eagle", "a violin", "soup"]
     model = CrossEncoder(reranker)
@@ -263,7 +263,7 @@ def test_predict_with_the_parameters_of_the_inference_client(client):
         ("regression", 2, lambda x: x),
     ],
 )
-def test_predict_of_other_problem_types(tmp_path, problem_type, num_labels, function):
+def test_predict_for_multi_label_and_regression(tmp_path, problem_type, num_labels, function):
     """Scores are the sigmoid of the logits for several labels, and the logits for regression."""
     folder = save_classifier(tmp_path / "model", num_labels, problem_type=problem_type)
     with serving("--classifier", folder) as client:
@@ -316,7 +316,7 @@ def test_info_and_health(client):
         ("/elsewhere", {}, 404, "Not Found"),
     ],
 )
-def test_a_refusal_has_the_form_of_openai(client, path, body, status, message):
+def test_openai_error_format(client, path, body, status, message):
     """Errors of the OpenAI route have its format, and the server continues to respond."""
     response = post(client, path, body)
     error = response.json()["error"]
@@ -333,7 +333,7 @@ def test_a_refusal_has_the_form_of_openai(client, path, body, status, message):
         ("/v2/rerank", {"documents": ["a"]}, 400, "`query` is required."),
     ],
 )
-def test_a_refusal_has_the_form_of_cohere(client, path, body, status, message):
+def test_cohere_error_format(client, path, body, status, message):
     """Errors of the rerank routes have the format of Cohere."""
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["message"]
@@ -351,7 +351,7 @@ def test_a_refusal_has_the_form_of_cohere(client, path, body, status, message):
         ("/predict", b"[]", 400, "the body must be a JSON object."),
     ],
 )
-def test_a_refusal_has_the_form_of_tei(client, path, body, status, message):
+def test_tei_error_format(client, path, body, status, message):
     """Errors of the other routes have the format of Text Embeddings Inference."""
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["error"]
@@ -387,7 +387,7 @@ def test_routes_of_models_that_are_not_loaded():
         assert response.json()["error"].endswith("Start the server with --classifier.")
 
 
-def test_a_failure_of_the_model_is_one_sentence(client, monkeypatch):
+def test_model_exception_gives_status_500(client, monkeypatch):
     """An exception of the model gives status 500 with a message in one line.
 
     The next request succeeds.
@@ -425,7 +425,7 @@ REQUESTS_WITH_LONG_TEXTS = {
 
 
 @pytest.mark.parametrize("path", REQUESTS_WITH_LONG_TEXTS)
-def test_long_texts_are_refused_on_every_route_and_truncated_on_request(client, path):
+def test_long_texts_are_refused_or_truncated_on_request(client, path):
     """Texts above the maximum length are an error, unless the request sets `truncate`."""
     body = REQUESTS_WITH_LONG_TEXTS[path]
     response = client.post(path, json=body)
@@ -434,7 +434,7 @@ def test_long_texts_are_refused_on_every_route_and_truncated_on_request(client, 
     assert client.post(path, json={**body, "truncate": True}).status_code == 200
 
 
-def test_the_option_truncates_on_every_route(reranker, classifier):
+def test_truncate_option_applies_to_every_route(reranker, classifier):
     """The option --truncate is the default of all routes, and a request can override it."""
     options = ["--truncate", "--reranker", reranker, "--classifier", classifier]
     with serving(*options) as client:

@@ -59,7 +59,7 @@ def rows_of(output):
     "name,mean,spread,low,high",
     (("normal-256", 256, 64, 16, 512), ("normal-4096", 4096, 1024, 16, 8192)),
 )
-def test_normal_sets(name, mean, spread, low, high):
+def test_normal_workloads(name, mean, spread, low, high):
     """Lengths are sampled from a clipped normal distribution that the seed determines."""
     lengths = torch.tensor(draw_lengths(name, 4000), dtype=torch.float)
     assert low <= lengths.min() and lengths.max() <= high, "The lengths must be clipped."
@@ -75,7 +75,7 @@ def test_normal_sets(name, mean, spread, low, high):
     )
 
 
-def test_short_texts_fill_about_a_third():
+def test_fill_of_the_short_workload():
     """About 30 % of a batch of 32 short sequences are non-padding tokens."""
     logarithms = torch.tensor(draw_lengths("short", 4000), dtype=torch.float).log()
     # The lengths are log-normal with median 48 and sigma 0.7.
@@ -90,7 +90,7 @@ def test_short_texts_fill_about_a_third():
 
 @pytest.mark.parametrize("percent", (10, 30, 60, 90))
 @pytest.mark.parametrize("count", (8, 32))
-def test_fill_sets(percent, count):
+def test_fill_workloads(percent, count):
     """The longest sequence has 512 tokens, and the others give the requested fraction of tokens."""
     lengths = draw_lengths(f"fill-{percent}", count)
     assert len(lengths) == count and max(lengths) == 512, (
@@ -118,7 +118,7 @@ def test_lengths_of_a_file(tmp_path, tokenizer_dir):
         ("--clock processor --device cpu --threads 2".split(), "Add --device cpu --threads 1"),
     ),
 )
-def test_bad_input_is_one_sentence(argv, words, tmp_path):
+def test_invalid_options_are_reported(argv, words, tmp_path):
     """Check the messages about invalid options."""
     with pytest.raises(UserError, match=words):
         main(["--output", str(tmp_path / "out"), *argv])
@@ -131,7 +131,7 @@ def test_bad_input_is_one_sentence(argv, words, tmp_path):
 # measurement
 
 
-def test_calls_take_turns():
+def test_calls_are_interleaved():
     """Each repeat times every call once, so that all calls see the same changes of speed."""
     order = []
     clock = iter(range(1000))
@@ -142,7 +142,7 @@ def test_calls_take_turns():
     assert timings == {"a": Timing([1, 1, 1]), "b": Timing([1, 1, 1])}
 
 
-def test_ratios_and_shares_are_medians_of_neighbors():
+def test_ratios_and_rates_are_medians_over_repeats():
     """Ratios and rates are computed for each repeat, and summarized by median and quartiles."""
     # The ratios of the repeats are 2, 3 and 1.
     assert ratio([2.0, 6.0, 2.0], [1.0, 2.0, 2.0]) == {"ratio": 2.0, "quartiles": [1.0, 3.0]}
@@ -175,7 +175,7 @@ def test_operation_count(name):
 
 
 @torch.no_grad()
-def test_the_published_construction_computes_the_same():
+def test_implementations_have_the_same_hidden_states():
     """All three implementations have the same hidden states of non-padding tokens."""
     batch = make_batch([9, 4, 1])
     is_token = batch.attention_mask.bool()
@@ -198,7 +198,7 @@ def test_the_published_construction_computes_the_same():
         assert (padded[~is_token] != 0).any(), "Padded implementations must compute on padding."
 
 
-def test_a_peer_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+def test_failing_model_does_not_end_the_run(tmp_path, monkeypatch):
     """An exception of a model is recorded in its rows, and the other models are measured."""
 
     def build_broken(name, *arguments):
@@ -218,7 +218,7 @@ def test_a_peer_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     assert "kernel takes no such argument" in (tmp_path / "out" / "throughput.md").read_text()
 
 
-def test_a_text_that_a_model_cannot_take(tmp_path):
+def test_sequence_above_max_length_is_recorded_as_error(tmp_path):
     """A sequence above the maximum length of a model is recorded as an error of the row."""
     arguments = ["--sets", "600", "--models", "bert-base", "--implementations", "sdpa"]
     assert tiny(tmp_path / "out", *arguments) == 0
@@ -230,7 +230,7 @@ def test_a_text_that_a_model_cannot_take(tmp_path):
 
 
 @pytest.mark.parametrize("preset", ("quick", "cpu"))
-def test_a_preset_runs_to_its_end(preset, tmp_path):
+def test_presets_write_all_outputs(preset, tmp_path):
     """The presets of the documentation write all rows and files, here with small models."""
     argv = ["--preset", preset, "--device", "cpu", "--output", str(tmp_path / "speed")]
     if preset == "cpu":
@@ -277,7 +277,7 @@ def test_a_tiny_run_writes_its_tables(tmp_path, capsys):
     assert rows_of(tmp_path / "out") == rows
 
 
-def test_ratios_pair_neighbors():
+def test_speedup_is_median_over_repeats():
     """The speedup over another model is computed within each repeat, and is the median of those."""
     row = {"set": "short", "implementation": "sdpa", "tokens_per_second": 100.0}
     mine = {**row, "model": "neobert", "seconds": [1.0, 2.0, 1.0], "real_tokens": 100}

@@ -47,7 +47,7 @@ def saved(monkeypatch):
     return figures
 
 
-def test_a_line_has_the_full_batches_of_a_model_in_order(saved, tmp_path):
+def test_length_plot_contains_workloads_without_padding(saved, tmp_path):
     """A line contains the workloads without padding, sorted by sequence length."""
     assert plots.plot_lengths(ROWS, tmp_path / "x.png", "a CPU")
     (axes,) = saved[0].axes
@@ -62,7 +62,7 @@ def test_a_line_has_the_full_batches_of_a_model_in_order(saved, tmp_path):
     )
 
 
-def test_the_speedup_is_plotted_by_the_fraction_of_non_padding_tokens(saved, tmp_path):
+def test_speedup_plot_by_non_padding_fraction(saved, tmp_path):
     """The x axis shows the percentage of non-padding tokens of each workload."""
 
     def value(ratio):
@@ -74,14 +74,14 @@ def test_the_speedup_is_plotted_by_the_fraction_of_non_padding_tokens(saved, tmp
     assert np.allclose(container.lines[0].get_xydata(), [[31, 3.0], [100, 1.0]])
 
 
-def test_one_point_is_no_plot(saved, tmp_path):
+def test_plot_with_a_single_point_is_omitted(saved, tmp_path):
     """A plot is omitted if no line has at least two points."""
     assert not plots.plot_lengths(ROWS[1:], tmp_path / "x.png")
     assert not plots.plot_speedup(ROWS, {}, tmp_path / "x.png")
     assert not saved
 
 
-def test_the_files_are_written(tmp_path):
+def test_plot_is_written_as_png(tmp_path):
     """The plot is written as a PNG file."""
     assert plots.plot_lengths(ROWS, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,7 @@
 from neobert.throughput.timing import timed
 
 
-def test_the_rate_is_the_mean_of_the_rates_before_and_after_the_call():
+def test_reference_rate_is_mean_before_and_after_call():
     """Check the duration of a call, and the mean of the reference rates around it."""
     rates = iter([2.0, 4.0])
     clock = iter([10.0, 13.5])

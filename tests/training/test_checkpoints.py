@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
     return folder, weights(plain_trainer)
 
 
-def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
+def test_killed_run_resumes_to_identical_weights(whole, tmp_path):
     """Check that a run that was killed twice resumes and ends with identical weights.
 
     The run is killed in steps 5 and 9, and while checkpoint 10 is written. The training time in the
@@ -65,7 +65,7 @@ def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
     assert checkpoints.training_time(plain_trainer)["seconds"] > 0
 
 
-def test_the_newest_the_best_and_every_fourth_stay(tmp_path):
+def test_newest_best_and_every_fourth_checkpoint_are_kept(tmp_path):
     """Check which checkpoints are kept by `save_total_limit`, `keep_every` and `best`."""
     plain_trainer = trainer(tmp_path, save_total_limit=2)
     checkpoints.train(plain_trainer, keep_every=4)
@@ -85,7 +85,7 @@ DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[
 
 
 @pytest.mark.parametrize("name, how", DAMAGE)
-def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog, name, how):
+def test_damaged_checkpoint_is_skipped(whole, tmp_path, caplog, name, how):
     """Check that a run resumes before a checkpoint with a truncated or missing file.
 
     The damaged checkpoint is removed, and the run ends with the same weights.
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, caplog
     assert same(weights(plain_trainer), whole[1])
 
 
-def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
+def test_run_without_valid_checkpoint_starts_from_the_beginning(tmp_path, caplog):
     """Check that a run with a damaged checkpoint only starts from the beginning, with a warning."""
     assert checkpoints.newest_checkpoint(tmp_path / "absent") is None
     (tmp_path / "checkpoint-2").mkdir()
@@ -120,7 +120,7 @@ def test_without_a_checkpoint_a_run_begins_anew(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("more", [{}, {"enable_jit_checkpoint": True}], ids=str)
-def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more):
+def test_run_stopped_by_sigterm_resumes(whole, tmp_path, more):
     """Check that SIGTERM writes a checkpoint and ends the run, which can then be resumed.
 
     Trainer has its own handler with `enable_jit_checkpoint`, which would end the run as if it had
@@ -138,7 +138,7 @@ def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more)
     assert plain_trainer.state.global_step == 12 and same(weights(plain_trainer), whole[1])
 
 
-def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
+def test_sigterm_in_the_last_step_resumes_without_another_step(whole, tmp_path):
     """Check that a run that was stopped after its last step is resumed without another step.
 
     Trainer itself would train one more step.
@@ -154,7 +154,7 @@ def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
 BEST = {"eval_strategy": "steps", "metric_for_best_model": "score", "load_best_model_at_end": True}
 
 
-def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):
+def test_best_weights_are_loaded_from_a_moved_directory(tmp_path):
     """Check that the best weights are loaded although the path in the saved state is outdated."""
     first = trainer(tmp_path / "one", eval_steps=2, **BEST)
     checkpoints.train(first)
@@ -167,7 +167,7 @@ def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):
 
 
 @pytest.mark.parametrize("eval_steps", [3, 1])
-def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps):
+def test_sigterm_with_save_strategy_best(tmp_path, eval_steps):
     """Check that a run with `save_strategy="best"` can be stopped and resumed.
 
     With this strategy, an evaluation decides whether a step is saved, so there may be no checkpoint
@@ -187,7 +187,7 @@ def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps):
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
-def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
+def test_diverged_run_stops_without_saving(tmp_path, what):
     """Check that a loss or a weight that is NaN ends the run before the next checkpoint.
 
     A weight that is set to NaN after step 5 affects the loss of step 6. After step 6, a checkpoint
@@ -252,7 +252,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_two_processes_agree_on_the_step_and_on_who_has_the_folder(tmp_path):
+def test_two_processes_stop_at_the_same_step_and_share_the_lock(tmp_path):
     """Check that both processes stop after the same step if only the second one receives SIGTERM.
 
     The second process is also the last one to write its part of the checkpoint. A directory that

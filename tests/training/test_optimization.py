@@ -7,7 +7,7 @@ from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.training.optimization import decay_parameter_names, default_learning_rate
 
 
-def test_matrices_decay_including_the_embeddings():
+def test_weight_decay_applies_to_matrices_and_embeddings():
     """Check that weight decay applies to all parameters but the vectors: norms and biases."""
     model = NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS))
     names = decay_parameter_names(model)

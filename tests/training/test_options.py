@@ -19,7 +19,7 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
     assert not output.exists()
 
 
-def test_a_hub_that_cannot_be_reached_is_refused(tmp_path, monkeypatch):
+def test_push_to_hub_without_connection_is_rejected(tmp_path, monkeypatch):
     """Check that `push_to_hub` without a connection to the Hub raises an error before the run."""
 
     def whoami(self):
@@ -64,13 +64,13 @@ def test_training_arguments(tmp_path, monkeypatch):
         ({"max_steps": 0}, "`max_steps` must be at least 1, or -1 to train for"),
     ],
 )
-def test_options_that_trainer_cannot_take(tmp_path, options, words):
+def test_invalid_trainer_options_are_rejected(tmp_path, options, words):
     """Check that options that are fixed, out of range or rejected by Trainer raise an error."""
     with pytest.raises(UserError, match=words):
         training_arguments(tmp_path, options, {"bf16": False})
 
 
-def test_what_a_continued_run_may_change():
+def test_only_options_that_affect_results_identify_a_run():
     """Check that only options that may affect the results identify a run.
 
     All other options may change when a run is resumed.

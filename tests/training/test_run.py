@@ -52,7 +52,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_finished_run_is_returned_and_not_repeated(tmp_path):
+def test_finished_run_returns_its_result(tmp_path):
     """Check that a second call returns the result of a finished run and writes nothing.
 
     Other settings raise an error.
@@ -114,7 +114,7 @@ def test_checkpoints_are_removed_and_logs_kept(tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_second_process_is_refused_before_it_builds(tmp_path):
+def test_output_in_use_is_rejected_before_loading(tmp_path):
     """Check that a directory in use is rejected before data and models are loaded."""
 
     def build() -> PlainTrainer:
@@ -125,7 +125,7 @@ def test_a_second_process_is_refused_before_it_builds(tmp_path):
     assert run_once(Output(tmp_path, "test", {}), build, save)["steps"] == 1
 
 
-def test_a_run_that_another_process_has_just_finished_is_not_repeated(tmp_path):
+def test_run_finished_by_another_process_is_not_repeated(tmp_path):
     """Check that the state of the run is read again after the directory has been claimed.
 
     The other process finishes the run between the first check and the claim.

@@ -88,7 +88,7 @@ def test_a_number_of_sequences_replaces_the_length_of_the_dataset(tmp_path, capl
     assert "Estimated" not in caplog.text
 
 
-def test_the_estimate_is_the_mean_of_the_timed_steps(tmp_path, caplog, monkeypatch):
+def test_estimate_uses_the_mean_step_time(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "neobert")
     times = iter([100.0, 130.0])
     monkeypatch.setattr("neobert.training.run_report.time.monotonic", lambda: next(times))
