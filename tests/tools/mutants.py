@@ -142,9 +142,11 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", help="files of the code; by default all with a table")
-    parser.add_argument("--output", type=Path, help="markdown file to write")
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("files", nargs="*", help="Source files. By default all that have mutants.")
+    parser.add_argument("--output", type=Path, help="Markdown file to write.")
+    parser.add_argument(
+        "--only", default="", help="Run only the mutants whose name contains this text."
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)

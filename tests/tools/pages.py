@@ -261,15 +261,21 @@ def stale_results():
         text = (ROOT / "results" / f"{name}.md").read_text(encoding="utf-8")
         digest, earlier = next(iter(_DIGEST.findall(text)), ("none", ""))
         if digest != current and not earlier:
-            messages.append(f"results/{name}.md: encoder {digest}, today's is {current}")
+            messages.append(
+                f"results/{name}.md: encoder {digest}, but the bundled one is {current}"
+            )
     return messages
 
 
 def main():
     """Compare or update the outputs of the pages, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES)
-    parser.add_argument("--write", action="store_true", help="today's outputs into the pages")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, default=PAGES, help="Pages. By default all of them."
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="Replace outdated outputs in the pages."
+    )
     arguments = parser.parse_args()
 
     if arguments.write:
@@ -285,7 +291,7 @@ def main():
     for text in stale_results():
         count += 1
         print(text)
-    print(f"{count} are not today's" if count else "every output is today's")
+    print(f"{count} outputs are outdated." if count else "All outputs are current.")
     return min(count, 1)
 
 
