@@ -296,7 +296,7 @@ class NeoBERTConfig(PretrainedConfig):
         if rope_parameters is not None:
             self.rope_parameters = rope_parameters
 
-        self._check()
+        self.check()
         super().__init__(
             pad_token_id=pad_token_id,  # type: ignore[call-arg]
             tie_word_embeddings=tie_word_embeddings,
@@ -393,8 +393,12 @@ class NeoBERTConfig(PretrainedConfig):
         parameters["rope_theta"] = float(parameters["rope_theta"])
         return parameters
 
-    def _check(self) -> None:
-        """Raise ValueError for values that are not allowed, or do not fit together."""
+    def check(self) -> None:
+        """Raise ValueError for values that are not allowed, or do not fit together.
+
+        The constructor and the models call this method: `from_pretrained(folder, name=value)` sets
+        fields after the configuration was created.
+        """
         _check_fields(vars(self), _RULES)
         padding = self.pad_token_id
         if padding is not None and not (_is_whole(padding, 0) and padding < self.vocab_size):

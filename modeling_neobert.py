@@ -326,6 +326,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
     """Backbone: token IDs to hidden states."""
 
     def __init__(self, config: NeoBERTConfig) -> None:
+        config.check()
         super().__init__(config)
         size = config.hidden_size
         self.encoder: nn.Module = nn.Embedding(

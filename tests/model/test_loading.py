@@ -383,6 +383,26 @@ def test_initialization_matches_the_paper():
             assert abs(p.std() - bound / 3**0.5) < 0.03 * bound and abs(p.mean()) < 0.02 * bound
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("position_embedding_type", "absolute"),
+        ("classifier_pooling", "max"),
+        ("hidden_act", "relu"),
+        ("norm_type", "batch"),
+        ("num_attention_heads", 5),
+    ],
+)
+def test_invalid_overrides_of_from_pretrained(field, value, golden):
+    """A value that the constructor rejects is also rejected as an argument of `from_pretrained`.
+
+    transformers sets such values after the configuration was created. With "absolute", the model
+    would have no positions at all.
+    """
+    with pytest.raises(ValueError, match=f"`(hidden_size|{field})` must be"):
+        NeoBERTForSequenceClassification.from_pretrained(golden / "neobert_tiny", **{field: value})
+
+
 @pytest.mark.parametrize("head", list(HEADS)[2:])
 def test_new_head_on_a_loaded_backbone(head, golden):
     """A missing head is initialized as in the paper, and no loaded weight changes."""
