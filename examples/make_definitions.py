@@ -7,10 +7,16 @@ The frequency of a noun is that in WordNet's annotated texts.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from benchmarks.local_text import WORDNET, split_gloss
-from neobert.common.files import write_text
+
+# The root of the clone contains the package `benchmarks`, which is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.local_text import WORDNET, split_gloss  # noqa: E402
+from neobert.common.files import write_text  # noqa: E402
+from neobert.scripts import run_script  # noqa: E402
 
 
 def read_counts(folder: Path) -> dict[str, int]:
@@ -77,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

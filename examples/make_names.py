@@ -12,10 +12,15 @@ import argparse
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
-from benchmarks.local_text import WORDNET, split_gloss
-from neobert.scripts import check_new, run_script
+
+# The root of the clone contains the package `benchmarks`, which is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.local_text import WORDNET, split_gloss  # noqa: E402
+from neobert.scripts import check_new, run_script  # noqa: E402
 
 
 # Lexicographer files of WordNet (lexnames(5)) that contain names: groups, places, natural objects

@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from neobert.scripts import check_new, run_script
+from neobert.scripts import UserError, check_new, run_script
 
 
 DEFINITIONS = Path(__file__).resolve().parent / "definitions.tsv"
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     check_new(args.output)
 
     rows = make_rows(DEFINITIONS.read_text(encoding="utf-8").splitlines())
+    if args.train + args.test > len(rows):
+        raise UserError(
+            f"`--train` and `--test` must be at most {len(rows):,} rows together, got "
+            f"{args.train + args.test:,}. Lower one of them."
+        )
     splits = {
         "train": rows[: args.train],
         "test": rows[args.train :][: args.test],

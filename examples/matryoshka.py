@@ -24,7 +24,7 @@ from transformers import set_seed
 
 # Importing neobert also registers the model in transformers, so that no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import check_model, check_new, load_rows, run_script
+from neobert.scripts import check_model, check_new, load_rows, run_script, warmup_options
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> dict[int, tuple[float, float]]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            # A value below 1 is a fraction of all steps.
-            warmup_steps=0.1,
+            # The warmup takes a tenth of all steps.
+            **warmup_options(0.1),
             per_device_train_batch_size=args.batch_size,
             # The other answers of a batch are negatives, so an answer may occur only once in it.
             batch_sampler="no_duplicates",

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
+    BatchEncoding,
     DataCollatorWithPadding,
     EvalPrediction,
     Trainer,
@@ -22,7 +23,7 @@ from transformers import (
 
 # Importing neobert also registers the model in transformers, so that no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
+from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -56,15 +57,35 @@ def load_questions(path: str) -> list[dict]:
             start = 0
 
         # A wrong position would train the model on a wrong answer without any other sign.
-        if not answer or row["context"][start : start + len(answer)] != answer:
+        if not answer.strip() or row["context"][start : start + len(answer)] != answer:
             raise UserError(
                 f"{path}, row {number:,}: `answers` must contain the text of an answer and its "
                 "position in `context`, as in SQuAD. Remove questions without an answer."
             )
 
+        # No token begins or ends with the white space around an answer.
+        start += len(answer) - len(answer.lstrip())
+        end = start + len(answer.strip()) - 1
         question = {name: row[name] for name in texts}
-        questions.append({**question, "start": start, "end": start + len(answer) - 1})
+        questions.append({**question, "start": start, "end": end})
     return questions
+
+
+def answer_tokens(encoded: BatchEncoding, row: int, start: int, end: int) -> tuple[int, int]:
+    """Return the first and the last token of an answer, or (0, 0) if a part was truncated.
+
+    Args:
+        encoded: Tokenized questions and contexts.
+        row: Index of the question in the batch.
+        start: First character of the answer in the context.
+        end: Last character of the answer.
+    """
+    # Sequence 1 is the context.
+    start_token = encoded.char_to_token(row, start, 1)
+    end_token = encoded.char_to_token(row, end, 1)
+    if start_token is None or end_token is None:
+        return 0, 0
+    return start_token, end_token
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -88,14 +109,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             batch["question"], batch["context"], truncation="only_second", max_length=512
         )
 
-        def tokens_of(characters: list[int]) -> list[int]:
-            # Sequence 1 is the context. Answers that were truncated point to the first token.
-            return [encoded.char_to_token(i, c, 1) or 0 for i, c in enumerate(characters)]
-
+        positions = [
+            answer_tokens(encoded, row, start, end)
+            for row, (start, end) in enumerate(zip(batch["start"], batch["end"]))
+        ]
         return {
             **encoded,
-            "start_positions": tokens_of(batch["start"]),
-            "end_positions": tokens_of(batch["end"]),
+            "start_positions": [start for start, _ in positions],
+            "end_positions": [end for _, end in positions],
         }
 
     def exact_match(output: EvalPrediction) -> dict[str, float]:
@@ -120,8 +141,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            # A value below 1 is a fraction of all steps.
-            warmup_steps=0.1,
+            # The warmup takes a tenth of all steps.
+            **warmup_options(0.1),
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 # Importing neobert also registers the model in transformers, so that no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
+from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            # A value below 1 is a fraction of all steps.
-            warmup_steps=0.1,
+            # The warmup takes a tenth of all steps.
+            **warmup_options(0.1),
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",

@@ -6,9 +6,11 @@
     python examples/search.py delete --where "id = 7"
 
 A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
-row replaces the stored row with the same `id`. IDs are integers or strings, as in the file. The
-output of `neobert encode texts.jsonl embeddings --keep id text ...`, a folder or a file, contains
-the embeddings in `embedding`. The store records their model.
+row replaces the stored row with the same `id`. IDs are integers or strings, as in the file. The IDs
+of a .csv file are strings if one of them is not an integer, or has leading zeros.
+
+The output of `neobert encode texts.jsonl embeddings --keep id text ...`, a folder or a file,
+contains the embeddings in `embedding`. The store records their model.
 
 Search by meaning compares the signs of the embeddings first, a 32nd of their size, and then the
 embeddings of the best texts.
@@ -37,17 +39,21 @@ from neobert.scripts import UserError, check_model, load_rows, run_script
 # Weight of the encoder's scores; BM25 has the rest. It was chosen on other texts than those of
 # results/open_text.md, where this sum is above the encoder and BM25 alone in 9 of 13 workloads.
 WEIGHT = 0.75
-# Number of rows that each of the two searches returns.
+# Minimum number of rows that each of the two searches returns.
 NUM_CANDIDATES = 100
 
 
 def read_frame(path: str) -> pandas.DataFrame:
-    """Return the rows of a file or folder."""
+    """Return the rows of a file or folder. Texts and IDs are unchanged."""
     suffix = Path(path).suffix
     if suffix not in ("", ".parquet", ".csv"):
-        return pandas.DataFrame(json_rows(path))
+        entries = json_rows(path)
+        frame = pandas.DataFrame(entries)
+        # DataFrame would convert IDs of different types to one type.
+        frame["id"] = pandas.Series([entry["id"] for entry in entries], dtype=object)
+        return frame
     try:
-        return pandas.read_csv(path) if suffix == ".csv" else pandas.read_parquet(path)
+        return read_csv(path) if suffix == ".csv" else pandas.read_parquet(path)
     except OSError:
         raise
     except ValueError as error:
@@ -55,11 +61,86 @@ def read_frame(path: str) -> pandas.DataFrame:
         raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
+def read_csv(path: str) -> pandas.DataFrame:
+    """Return the rows of a .csv file. IDs and texts are strings, also "NA" and "007"."""
+    others = set(pandas.read_csv(path, nrows=0)) - {"id", "text"}
+    return pandas.read_csv(
+        path,
+        dtype={"id": str, "text": str},
+        keep_default_na=False,
+        na_values={name: [""] for name in others},
+    )
+
+
 def json_rows(path: str) -> list[dict]:
     """Return the rows of a .jsonl file with all their columns and types."""
     # This call checks the columns and raises an error that names the row.
     load_rows(path, ["id", "text"], texts=["text"])
     return list(rows(path))
+
+
+def check_rows(path: str, frame: pandas.DataFrame) -> None:
+    """Check that every row has a text, and an ID that is an integer or a string.
+
+    Raises:
+        UserError: If a row has no text or ID, or if there are no rows.
+    """
+    if frame.empty:
+        raise UserError(f"{path} contains no rows.")
+    for number, (row_id, text) in enumerate(zip(frame["id"].tolist(), frame["text"]), 1):
+        # Programs store integers as 7.0 in columns that also have missing values.
+        is_integer = isinstance(row_id, (int, float)) and row_id == row_id // 1
+        is_string = isinstance(row_id, str) and row_id != ""
+        if isinstance(row_id, bool) or not (is_integer or is_string):
+            raise UserError(
+                f"{path}, row {number:,}: `id` must be an integer or a string that is not empty, "
+                f"got {row_id!r}."
+            )
+        if not isinstance(text, str):
+            raise UserError(f"{path}, row {number:,}: `text` must be text, got {text!r}.")
+
+
+def as_integer(row_id: int | float | str) -> int | None:
+    """Return an ID as an integer, or None if its digits would change or need more than 64 bits."""
+    try:
+        value = int(row_id)
+    except ValueError:
+        return None
+    is_same = str(value) == row_id if isinstance(row_id, str) else True
+    return value if is_same and -(2**63) <= value < 2**63 else None
+
+
+def convert_ids(
+    path: str, ids: list[int | float | str], id_type: pa.DataType | None
+) -> pandas.Series:
+    """Return IDs with the type of the store. Those of a new store are integers or strings.
+
+    Args:
+        path: File with the IDs.
+        ids: IDs.
+        id_type: Arrow type of the stored IDs; None for a new store.
+
+    Raises:
+        UserError: If the store has integers, and an ID is not an integer.
+    """
+    integers = [as_integer(row_id) for row_id in ids]
+    if id_type is None:
+        # Strings of a .jsonl or .parquet file stay strings.
+        is_csv = Path(path).suffix == ".csv"
+        keeps_type = is_csv or not any(isinstance(row_id, str) for row_id in ids)
+        id_type = pa.int64() if keeps_type and None not in integers else pa.string()
+
+    if not pa.types.is_integer(id_type):
+        # A float is written as its integer, 7 and not 7.0.
+        texts = [row_id if isinstance(row_id, str) else str(int(row_id)) for row_id in ids]
+        return pandas.Series(texts, dtype="str")
+    if None in integers:
+        number = integers.index(None)
+        raise UserError(
+            f"{path}, row {number + 1:,}: `id` must be an integer of 64 bits, as in the store, got "
+            f"{ids[number]!r}."
+        )
+    return pandas.Series(integers, dtype="int64")
 
 
 def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
@@ -71,7 +152,7 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
         id_type: Arrow type of the stored IDs; None for a new store.
 
     Raises:
-        UserError: If a column is missing, or if an ID does not have the stored type.
+        UserError: If a column or a value is missing, or if an ID does not have the stored type.
     """
     frame = read_frame(path)
     if missing := {"id", "text"} - set(frame):
@@ -79,16 +160,9 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
             f"{path} must have a column {min(missing)!r}, got the columns {', '.join(frame)}."
         )
 
-    # IDs have the type of the store; those of a new store are integers or strings.
-    if id_type is None:
-        id_type = pa.int64() if pandas.api.types.is_integer_dtype(frame["id"]) else pa.string()
-    if pa.types.is_integer(id_type):
-        try:
-            frame = frame.astype({"id": "int64"})
-        except ValueError as error:
-            raise UserError(f"{path}: `id` must be an integer, as in the store.") from error
-    else:
-        frame = frame.astype({"id": str})
+    frame = frame.reset_index(drop=True)
+    check_rows(path, frame)
+    frame["id"] = convert_ids(path, frame["id"].tolist(), id_type)
     frame = frame.drop_duplicates("id", keep="last")
 
     if "embedding" not in frame:
@@ -110,23 +184,25 @@ def to_bits(embeddings: np.ndarray) -> np.ndarray:
     return quantize_embeddings(embeddings, "ubinary")
 
 
-def top_rows(search: LanceQueryBuilder, where: str | None) -> pandas.DataFrame:
-    """Return the `NUM_CANDIDATES` best rows of a search, with `id` as the index."""
+def top_rows(search: LanceQueryBuilder, where: str | None, count: int) -> pandas.DataFrame:
+    """Return the `count` best rows of a search, with `id` as the index."""
     if where:
         # Filter first; otherwise the best rows could be filtered out and fewer would remain.
         search = search.where(where, prefilter=True)
-    return search.limit(NUM_CANDIDATES).to_pandas().set_index("id")
+    return search.limit(count).to_pandas().set_index("id")
 
 
-def search_by_meaning(table: Table, embedding: np.ndarray, where: str | None) -> pandas.DataFrame:
+def search_by_meaning(
+    table: Table, embedding: np.ndarray, where: str | None, count: int
+) -> pandas.DataFrame:
     """Return the rows with the most equal signs."""
     search = table.search(to_bits(embedding[None])[0], "bits").distance_type("hamming")
-    return top_rows(search, where)
+    return top_rows(search, where, count)
 
 
-def search_by_words(table: Table, query: str, where: str | None) -> pandas.DataFrame:
+def search_by_words(table: Table, query: str, where: str | None, count: int) -> pandas.DataFrame:
     """Return the rows with the highest BM25 scores, in `_score`."""
-    return top_rows(table.search(query, query_type="fts", fts_columns="text"), where)
+    return top_rows(table.search(query, query_type="fts", fts_columns="text"), where, count)
 
 
 def similarities(rows: pandas.DataFrame, embedding: np.ndarray) -> pandas.Series:
@@ -156,38 +232,48 @@ def combine(
 
 
 def add(store: DBConnection, table: Table | None, args: argparse.Namespace) -> None:
-    """Add the rows of a file, and replace stored rows with the same ID."""
-    id_type = table.schema.field("id").type if table else None
-    rows = read_rows(args.inputs[0], args.model, id_type)
-    if table:
-        merge = table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
-        merge.execute(rows)
-        # This call adds the new rows to the index of words.
-        table.optimize()
-    else:
-        table = store.create_table("texts", rows)
-        table.create_index("text", config=FTS())
-    print(f"{rows.num_rows} rows read; the store has {table.count_rows()}")
+    """Add the rows of files, and replace stored rows with the same ID."""
+    # A table without rows is false, so it is compared with None.
+    id_type = table.schema.field("id").type if table is not None else None
+    parts = []
+    # Read all files first: an error in one of them changes nothing in the store.
+    for path in args.inputs:
+        rows = read_rows(path, args.model, id_type)
+        id_type = rows.schema.field("id").type
+        parts.append(rows)
+
+    for rows in parts:
+        if table is None:
+            table = store.create_table("texts", rows)
+            table.create_index("text", config=FTS())
+        else:
+            merge = table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+            merge.execute(rows)
+            # This call adds the new rows to the index of words.
+            table.optimize()
+    count = sum(rows.num_rows for rows in parts)
+    print(f"{count} rows read; the store has {table.count_rows()}")
 
 
 def find(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
     """Print the best rows for each query."""
     check_model(args.model)
     encoder = SentenceTransformer(args.model)
+    count = max(NUM_CANDIDATES, args.top)
     for query in args.inputs:
         start = time.perf_counter()
         embedding = encoder.encode_query(query, normalize_embeddings=True)
         encoded = time.perf_counter()
 
         if args.by == "words":
-            rows = search_by_words(table, query, args.where)
+            rows = search_by_words(table, query, args.where, count)
             scores = rows["_score"]
         elif args.by == "meaning":
-            rows = search_by_meaning(table, embedding, args.where)
+            rows = search_by_meaning(table, embedding, args.where, count)
             scores = similarities(rows, embedding)
         else:
-            meaning = search_by_meaning(table, embedding, args.where)
-            words = search_by_words(table, query, args.where)
+            meaning = search_by_meaning(table, embedding, args.where, count)
+            words = search_by_words(table, query, args.where, count)
             scores, rows = combine(meaning, words, embedding)
         best_ids = scores.sort_values(ascending=False).index[: args.top]
 
@@ -207,7 +293,7 @@ def main() -> None:
     """Run the command: add, find or delete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("add", "find", "delete"))
-    parser.add_argument("inputs", nargs="*", help="File to add, or queries.")
+    parser.add_argument("inputs", nargs="*", help="Files to add, or queries.")
     parser.add_argument("--where", help="Condition on columns, as in SQL.")
     parser.add_argument(
         "--by", choices=("both", "meaning", "words"), default="both", help="Type of search."
@@ -229,7 +315,7 @@ def main() -> None:
         parser.error(f"`--store` must contain texts, got {args.store}. Add a file first.")
 
     # Embeddings of different models cannot be compared, so the store records its model.
-    store_model = table.schema.metadata[b"model"].decode() if table else None
+    store_model = table.schema.metadata[b"model"].decode() if table is not None else None
     if store_model and args.model not in (None, store_model):
         raise UserError(
             f"`--model` must be {store_model}, the model of the store, got {args.model}."

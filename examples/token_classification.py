@@ -23,7 +23,7 @@ from transformers import (
 
 # Importing neobert also registers the model in transformers, so that no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import UserError, check_model, check_new, load_rows, run_script
+from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_words(path: str) -> list[dict]:
-    """Return the rows of a file, each with as many tags as tokens."""
+    """Return the rows of a file, each with as many tags as tokens. Tags are text."""
     rows = load_rows(path, ["tokens", "tags"], texts=[])
     for number, row in enumerate(rows, 1):
         lists = isinstance(row["tokens"], list) and isinstance(row["tags"], list)
@@ -53,6 +53,8 @@ def load_words(path: str) -> list[dict]:
             raise UserError(
                 f"{path}, row {number:,}: `tokens` and `tags` must be lists of equal length."
             )
+        # Tags may be numbers in the file, and the configuration stores names.
+        row["tags"] = [str(tag) for tag in row["tags"]]
     return rows
 
 
@@ -109,8 +111,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             output_dir=args.output,
             num_train_epochs=args.epochs,
             learning_rate=learning_rate,
-            # A value below 1 is a fraction of all steps.
-            warmup_steps=0.1,
+            # The warmup takes a tenth of all steps.
+            **warmup_options(0.1),
             per_device_train_batch_size=args.batch_size,
             dataloader_pin_memory=torch.accelerator.is_available(),
             save_strategy="no",

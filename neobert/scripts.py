@@ -9,6 +9,15 @@ from .common.errors import UserError
 from .common.folders import check_new
 from .common.loading import check_model, copy_code
 from .common.scripts import load_rows, run_script
+from .training.options import warmup_options
 
 
-__all__ = ["UserError", "check_model", "check_new", "copy_code", "load_rows", "run_script"]
+__all__ = [
+    "UserError",
+    "check_model",
+    "check_new",
+    "copy_code",
+    "load_rows",
+    "run_script",
+    "warmup_options",
+]

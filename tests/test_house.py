@@ -178,3 +178,18 @@ def test_imported_names_exist(file):
             assert not missing, (
                 f"{file} imports {', '.join(missing)}, but {other} does not have it."
             )
+
+
+def test_one_process_of_all_machines_writes_first():
+    """`main_process_first` lets one process of each machine write, unless `local` is False.
+
+    The machines of a run share its output directory.
+    """
+    calls = [
+        f"{file}: {ast.unparse(node)}"
+        for file, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".main_process_first")
+    ]
+    assert calls
+    assert [call for call in calls if "local=False" not in call] == []

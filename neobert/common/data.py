@@ -25,12 +25,14 @@ from typing import Any, NamedTuple, overload
 import fsspec
 import pyarrow
 import pyarrow.parquet
+from fsspec.utils import glob_translate
 
 from .errors import UserError, listed, one_line, shortened
 
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def files(source: str | Path) -> list[File]:
         UserError: If there are no files, the files have several formats, or the source cannot be
             read.
     """
-    source = str(source).rstrip("/")
+    source = with_slashes(str(source)).rstrip("/")
     # A pipe exists and is neither a file nor a directory. A glob or a URL does not exist.
     is_stored = os.path.isfile(source) or os.path.isdir(source)
     if source in ("-", "/dev/stdin") or (os.path.exists(source) and not is_stored):
@@ -117,7 +119,7 @@ def _find_files(source: str) -> list[File]:
         infos = {path: filesystem.info(path)}
         base = source.rpartition("/")[0]
         path = path.rpartition("/")[0]
-    elif "*" in source or "?" in source or "[" in source:
+    elif _has_wildcards(source) and not filesystem.isdir(path):
         infos = filesystem.glob(filesystem._strip_protocol(source), detail=True)
         base = _before_wildcards(source)
         path = _before_wildcards(path)
@@ -127,14 +129,61 @@ def _find_files(source: str) -> list[File]:
     matches = []
     for full_path, info in sorted(infos.items()):
         name = full_path[len(path) :].lstrip("/")
-        is_hidden = any(part.startswith((".", "_")) for part in name.split("/"))
-        if is_hidden or not file_format(name):
+        if _is_hidden(name) or not file_format(name):
             continue
         # The type of a symbolic link is "link", also if the link points to a file.
         if info["type"] == "file" or filesystem.isfile(full_path):
             url = f"{base}/{name}" if base or source.startswith("/") else name
             matches.append(File(url, name, info["size"]))
     return matches
+
+
+def with_slashes(path: str, separator: str = os.sep) -> str:
+    """Return a path with slashes, as fsspec writes it, also where the separator is a backslash.
+
+    Args:
+        path: Path or URL. URLs are not changed.
+        separator: Separator of paths of the operating system.
+    """
+    return path if "://" in path else path.replace(separator, "/")
+
+
+def check_not_matched(source: str, *outputs: str) -> None:
+    """Check that a source is no glob that matches files of an output.
+
+    The next run would read such files as input.
+
+    Args:
+        source: A file, a folder, a glob or a URL.
+        *outputs: Paths or URLs of files, which need not exist.
+
+    Raises:
+        UserError: If the source is a glob and matches one of the files.
+    """
+    filesystem, pattern = fsspec.url_to_fs(with_slashes(source))
+    if not _has_wildcards(source) or filesystem.exists(pattern):
+        return
+
+    matches = re.compile(glob_translate(pattern)).match
+    folder = _before_wildcards(pattern)
+    for output in outputs:
+        output_filesystem, path = fsspec.url_to_fs(with_slashes(output))
+        # Files of another file system, and hidden ones, are never read.
+        if output_filesystem != filesystem or not matches(path):
+            continue
+        if not _is_hidden(path[len(folder) :].lstrip("/")):
+            raise UserError(
+                f"`output` must not contain files that the glob {source} matches, got {output}. "
+                "Choose another output."
+            )
+
+
+def _has_wildcards(source: str) -> bool:
+    return "*" in source or "?" in source or "[" in source
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 def _before_wildcards(path: str) -> str:
@@ -276,6 +325,7 @@ def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> d
         if not isinstance(row[name], str):
             value = shortened(json.dumps(row[name], default=str), 60)
             raise ValueError(f"{name!r} must be text, got {value}")
+        row[name] = replace_surrogates(row[name])
     return row if columns is None else {name: row[name] for name in columns}
 
 
@@ -340,6 +390,18 @@ def _parquet_rows(
             else:
                 yield from itertools.repeat(None, stop - start)
             start = stop
+
+
+# ------------------------------------------------------------------------------------------------
+# texts
+
+
+def replace_surrogates(text: str) -> str:
+    """Return a text with U+FFFD instead of lone surrogates, which tokenizers cannot encode.
+
+    JSON can contain one half of a surrogate pair as an escape. The length does not change.
+    """
+    return _SURROGATE.sub("\ufffd", text)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -178,6 +178,36 @@ def check_model(name: str | Path) -> None:
         )
 
 
+def model_file(model: str | Path, name: str) -> Path | None:
+    """Return the path of a file of a model, or None if the model does not have the file.
+
+    Files of a Hub model are downloaded to the local cache. Offline, only the cache is searched.
+
+    Args:
+        model: Directory of a model, or its name on the Hub.
+        name: Name of the file.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+
+    # The import takes seconds, and a directory does not need it.
+    from transformers.utils import cached_file
+
+    # If the Hub or the repository cannot be accessed, loading the model reports the reason.
+    try:
+        path = cached_file(
+            model,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return None
+    return Path(path) if path else None
+
+
 def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
     """Check that NeoBERTConfig has all fields of a configuration.
 

@@ -200,7 +200,8 @@ class OptionParser(Generic[OptionsT]):
         if self.trainer_defaults is not None:
             from transformers import TrainingArguments
 
-            hints = {**_hints(TrainingArguments), **hints}
+            # In transformers 4 the type is int, see `training.options.warmup_options`.
+            hints = {**_hints(TrainingArguments), "warmup_steps": float, **hints}
         return hints
 
     def _check_empty_values(self, values: Mapping[str, Any]) -> None:

@@ -72,7 +72,6 @@ PAPER_LEARNING_RATE = 1e-4
 FIXED = {
     "eval_strategy": "no",
     "ignore_data_skip": False,
-    "save_only_model": False,
     "auto_find_batch_size": False,
     "data_seed": None,
     "resume_from_checkpoint": None,
@@ -234,7 +233,7 @@ class ContrastiveRun:
         options = self.options
         training = self.training
         # The other processes read the cache of the datasets that the main process has written.
-        with training.main_process_first(desc="datasets"):
+        with training.main_process_first(local=False, desc="datasets"):
             self.mixture = build_mixture(options, training, self.sources)
 
         # The adapter is initialized randomly, and all processes must start from the same weights.

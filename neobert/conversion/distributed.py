@@ -126,7 +126,8 @@ def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
         if index.fqn in entries:
             with open(folder / part.relative_path, "rb") as file:
                 file.seek(part.offset)
-                check_archive(io.BytesIO(file.read(part.length)), file.name)
+                check_archive(io.BytesIO(file.read(_stored_length(folder, part))), file.name)
+    _check_sizes(folder, content, entries)
 
     # torch loads in place and does not notice gaps between the parts: values there remain NaN.
     tensors = {
@@ -143,3 +144,37 @@ def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
     if incomplete:
         raise UserError(f"{folder} lacks values, or contains NaN, for: {listed(incomplete)}.")
     return tensors
+
+
+def _stored_length(folder: Path, part: filesystem._StorageInfo) -> int:
+    """Return the number of bytes of a part, without those beyond the end of its file."""
+    file_size = (folder / part.relative_path).stat().st_size
+    return max(0, min(part.length, file_size - part.offset))
+
+
+def _check_sizes(
+    folder: Path,
+    content: metadata.Metadata,
+    entries: dict[str, metadata.TensorStorageMetadata],
+) -> None:
+    """Check that the files contain as many values as the tensors of `entries`.
+
+    Otherwise a small file could allocate any amount of memory.
+
+    Raises:
+        UserError: If the parts of a tensor contain fewer values than the tensor.
+    """
+    stored_bytes = dict.fromkeys(entries, 0)
+    for index, part in content.storage_data.items():
+        if index.fqn in entries:
+            stored_bytes[index.fqn] += _stored_length(folder, part)
+
+    incomplete = []
+    for name, entry in entries.items():
+        value_count = math.prod(entry.size)
+        chunk_values = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        byte_count = value_count * entry.properties.dtype.itemsize
+        if chunk_values < value_count or stored_bytes[name] < byte_count:
+            incomplete.append(name)
+    if incomplete:
+        raise UserError(f"{folder} lacks values of {listed(incomplete)}. Copy all of its files.")

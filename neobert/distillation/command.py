@@ -37,7 +37,14 @@ from ..training.checkpoints import RunTrainer, is_main, training_time
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
-from .data import Texts, TextSource, read_texts, teacher_embeddings, texts_digest
+from .data import (
+    Texts,
+    TextSource,
+    check_validation_names,
+    read_texts,
+    teacher_embeddings,
+    texts_digest,
+)
 from .loss import Agreement, DistillLoss
 from .model_card import write_card
 from .options import OPTIONS, DistillOptions
@@ -125,6 +132,7 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
     run_class = run_class or Distillation
     sources = [TextSource.from_entry(entry) for entry in options.data.texts]
     validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
+    check_validation_names(validation_sources)
     check_paths(options, [*sources, *validation_sources])
     checkpoint_folder = Path(options.model.output) / "checkpoints"
     # --compile compiles the blocks, so Trainer's own options for compilation are refused.
@@ -231,7 +239,7 @@ class Distillation:
         student = self.initial_student(teacher, has_teacher_start)
 
         # The main process computes the files first, and the others read them.
-        with training.main_process_first(desc="teacher embeddings"):
+        with training.main_process_first(local=False, desc="teacher embeddings"):
             embeddings, sets, table = embed_texts(
                 self.options, has_teacher_start, self.texts, teacher
             )
@@ -288,7 +296,7 @@ class Distillation:
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
         path = options.work_folder / "vectors" / name
 
-        with self.training.main_process_first(desc="block-wise transfer"):
+        with self.training.main_process_first(local=False, desc="block-wise transfer"):
             if not path.is_file():
                 # Every n-th text, because the texts of several files are in the order of the files.
                 tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])

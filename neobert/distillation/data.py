@@ -15,7 +15,7 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 from ..common.data import file_format, fraction, rows
-from ..common.errors import UserError
+from ..common.errors import UserError, listed
 from ..common.files import read_json, write_json
 from ..common.options import convert
 from ..embeddings.packed_encoder import PackedEncoder
@@ -25,6 +25,8 @@ from ..embeddings.packed_encoder import PackedEncoder
 CHUNK_SIZE = 65_536
 # Number of texts that are held out by default, unless they are more than 5 % of all.
 MIN_VALIDATION_TEXTS = 100
+# Names of the texts of a run in its results.
+RESERVED_NAMES = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,18 @@ class Texts:
 def default_validation_percent(count: int) -> float:
     """Return the percentage of texts to hold out: 1 %, or more for 100 texts, but at most 5 %."""
     return max(1.0, min(5.0, 100 * MIN_VALIDATION_TEXTS / max(count, 1)))
+
+
+def check_validation_names(sources: Iterable[TextSource]) -> None:
+    """Raise UserError if two sources of validation texts have one name, or one is reserved."""
+    # The names identify the sets in results and metrics, next to the texts of the run.
+    names = [source.name for source in sources]
+    taken = [name for name in names if names.count(name) > 1 or name in RESERVED_NAMES]
+    if taken:
+        raise UserError(
+            "`validation_texts` must have different names other than "
+            f"{' and '.join(RESERVED_NAMES)}, got {listed(taken)}. Set `name` in the recipe."
+        )
 
 
 def read_texts(

@@ -606,14 +606,33 @@ def token_batches(
 def quantize_embeddings(
     embeddings: np.ndarray, precision: Precision, ranges: np.ndarray | None = None
 ) -> np.ndarray:
-    """Quantize embeddings with the function of sentence-transformers, in any of its versions.
+    """Quantize embeddings as sentence-transformers 6 does, with any of its versions.
 
     Args:
         embeddings: (N, D) float32.
         precision: Precision of the result.
         ranges: (2, D) minimum and maximum of each dimension for "int8" and "uint8"; by default
-            those of the embeddings.
+            those of the embeddings. Values outside of the ranges are clipped.
+
+    Raises:
+        UserError: If the ranges would be those of a single embedding.
     """
+    # Version 5 does not clip: a value outside of the ranges wraps around, and changes its sign.
+    if precision in ("int8", "uint8"):
+        if ranges is None:
+            if len(embeddings) < 2:
+                raise UserError(
+                    f"the ranges of {precision} must come from at least 2 embeddings, got "
+                    f"{len(embeddings)}. Encode several texts at once."
+                )
+            ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)])
+
+        low, high = ranges.astype(np.float32)
+        steps = (high - low) / 255
+        steps = np.where(steps == 0, 1, steps)
+        codes = np.clip(np.floor((embeddings - low) / steps), 0, 255)
+        return (codes - 128).astype(np.int8) if precision == "int8" else codes.astype(np.uint8)
+
     # Versions of sentence-transformers before 5.2 have the module at the top level.
     try:
         from sentence_transformers.util import quantization

@@ -15,10 +15,12 @@ import numpy as np
 # two tokens of a word.
 _BREAKS = (
     re.compile(r"\s+"),
-    re.compile(r"[ \t]*[\n\u2028]\s*"),
+    re.compile(r"[\n\u2028]\s*"),
+    # The lookbehind keeps the time linear: a long run of dots is tried once, at its first dot.
     # A full stop before a lowercase letter, as in "e.g. a", is no sentence end. Chinese, Japanese
     # and Indic sentence ends need no white space after them. A blank line ends a paragraph.
     re.compile(
+        r"(?<![.!?\u2026\u061f\u06d4])"
         r"[.!?\u2026\u061f\u06d4]+[\"'\u2019\u201d\u00bb)\]]*(?=\s+[^\sa-z])"
         r"|[\u3002\uff01\uff1f\uff0e\uff61\u0964\u0965]+[\u300d\u300f\u201d\u2019\uff09)]*"
         r"|\n[ \t\r]*\n|\u2029"

@@ -123,14 +123,34 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
             allowed = _JSON_TYPES.get(field.type)
             for value in values:
                 if allowed and value is not None and _json_type(value) not in allowed:
-                    raise ValueError(f"got {shortened(json.dumps(value, default=str), 60)}")
-        return pyarrow.array(values, field.type)
+                    raise ValueError(_got(value))
+
+        array = pyarrow.array(values, field.type)
+        if file.format == ".parquet":
+            _check_exact(values, array, field.name, file)
+        return array
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise UserError(
             f"{file.url}: all values of {field.name!r} must have the type {field.type} "
             f"({one_line(error)}). Use --keep {field.name}:text and another output to copy the "
             "column as text."
         ) from error
+
+
+def _check_exact(values: Sequence[Any], array: pyarrow.Array, name: str, file: data.File) -> None:
+    """Raise ValueError if an array differs from the values of a parquet column of another type."""
+    # `pyarrow.array` silently converts 1.5 to the integer 1. A NaN differs from itself, also inside
+    # of a list, so the types are compared, too.
+    stored_values = array.to_pylist()
+    changed = [
+        value for value, stored in zip(values, stored_values) if stored != value and value == value
+    ]
+    if changed and data.schema(file).field(name).type != array.type:
+        raise ValueError(_got(changed[0]))
+
+
+def _got(value: object) -> str:
+    return f"got {shortened(json.dumps(value, default=str), 60)}"
 
 
 def inferred_types(files: Sequence[data.File], names: Sequence[str]) -> dict[str, pyarrow.DataType]:

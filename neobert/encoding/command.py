@@ -266,6 +266,7 @@ class EncodeRun:
             corpus_encoder, manifest = self._start_output(encoder)
         else:
             corpus_encoder = self._load(manifest.dtype, encoder)
+        manifest.check_prompt(corpus_encoder.prompt, self.folder.url)
 
         # A run with nothing left to do ends before torch is imported.
         from .parts import encode_files
@@ -374,7 +375,7 @@ def _check_paths(
         UserError: If the paths cannot be used.
     """
     source = corpus.source
-    output = corpus.output.rstrip("/")
+    output = data.with_slashes(corpus.output).rstrip("/")
     is_file = output.endswith(".parquet")
     if not is_file and Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UserError(
@@ -391,6 +392,9 @@ def _check_paths(
     files = data.files(source)
     is_glob = bool(set("*?[") & {*source})
     check_disjoint(output, *([] if is_glob else [source]))
+    parts_folder = f"{output}.work" if is_file else output
+    outputs = [f"{parts_folder}/{part_name(file, 0)}" for file in files]
+    data.check_not_matched(source, *([output, *outputs] if is_file else outputs))
     if Path(model).exists():
         check_disjoint(output, model)
 

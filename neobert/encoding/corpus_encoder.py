@@ -64,8 +64,11 @@ class CorpusEncoder:
         self.normalize = embeddings.normalize or is_shortened
 
         # An empty `--prompt ""` disables the default prompt of the model.
-        prompt = model.prompt
-        self.prompt = encoder.prompt(model.prompt_name) if prompt is None else prompt
+        default_name = encoder.sentence_transformer.default_prompt_name
+        if model.prompt is None:
+            self.prompt = encoder.prompt(model.prompt_name or default_name)
+        else:
+            self.prompt = model.prompt
 
         self.windows: WindowSettings | None = None
         if long_texts.long_texts == "windows":

@@ -118,6 +118,15 @@ class Manifest:
                     "value, or choose another output."
                 )
 
+    def check_prompt(self, prompt: str, path: str) -> None:
+        """Raise UserError unless the embeddings of the output at `path` have this prompt."""
+        # The settings contain the options only, and not the default prompt of the model.
+        if self.prompt != prompt:
+            raise UserError(
+                f"the prompt must be {self.prompt!r} as in {path}, got {prompt!r}. Choose another "
+                "output."
+            )
+
 
 def encode_schema(schema: pyarrow.Schema) -> str:
     """Return an Arrow schema as base64 text."""

@@ -50,7 +50,9 @@ class ModelOptions(OptionGroup):
         metavar="NAME",
     )
     prompt_name: str | None = option(
-        None, "Name of a prompt of the model to prepend to each text.", metavar="NAME"
+        None,
+        "Name of a prompt of the model to prepend to each text, by default its default prompt.",
+        metavar="NAME",
     )
     prompt: str | None = option(None, "Prompt to prepend to each text.")
 

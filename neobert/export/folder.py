@@ -138,10 +138,11 @@ def _write_common(folder: Path, source: SourceModel) -> None:
         else:
             write_json(module_folder / "config.json", {})
     write_json(folder / "modules.json", modules)
-    if source.prompts:
+    if source.prompts or source.default_prompt_name or source.similarity_fn_name:
         further = {
             "prompts": source.prompts,
-            "default_prompt_name": None,
+            "default_prompt_name": source.default_prompt_name,
+            "similarity_fn_name": source.similarity_fn_name,
             "requirements": REQUIREMENTS,
         }
         write_json(folder / "config_sentence_transformers.json", further)

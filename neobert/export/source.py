@@ -83,6 +83,8 @@ class SourceModel:
         pooling: Pooling of a folder of sentence-transformers, else None.
         max_length: Maximum sequence length in tokens.
         prompts: Prompts of a folder of sentence-transformers, by name.
+        default_prompt_name: Name of the default prompt of such a folder, if any.
+        similarity_fn_name: Name of the similarity function of such a folder, if any.
         metadata: License and base model, for the model card.
     """
 
@@ -96,6 +98,8 @@ class SourceModel:
     max_length: int
     prompts: dict[str, str]
     metadata: dict[str, str]
+    default_prompt_name: str | None = None
+    similarity_fn_name: str | None = None
 
     @property
     def config(self) -> Any:
@@ -261,10 +265,10 @@ def _load_source(
     write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, max_length)
     tokenizer = load_tokenizer(tokenizer_folder)
 
-    prompts: dict[str, str] = {}
-    prompts_path = model_path / "config_sentence_transformers.json"
-    if modules and prompts_path.is_file():
-        prompts = read_json(prompts_path).get("prompts") or {}
+    library_config: dict[str, Any] = {}
+    library_path = model_path / "config_sentence_transformers.json"
+    if modules and library_path.is_file():
+        library_config = read_json(library_path)
     # With another head, hidden states are no output, so that there is nothing to pool.
     pooling = _load_pooling(model_path, modules) if modules and head.option == "base" else None
 
@@ -280,8 +284,10 @@ def _load_source(
         tokenizer_folder=tokenizer_folder,
         pooling=pooling,
         max_length=min(max_length, tokenizer.model_max_length),
-        prompts=prompts,
+        prompts=library_config.get("prompts") or {},
         metadata=metadata,
+        default_prompt_name=library_config.get("default_prompt_name"),
+        similarity_fn_name=library_config.get("similarity_fn_name"),
     )
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .baselines import METRICS
 from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
-from .tagging import find_entities, missing_logits, tag_counts, token_positions
+from .tagging import find_entities, predicted_tags, tag_counts, token_positions
 
 
 if TYPE_CHECKING:
@@ -97,20 +97,18 @@ def tokenize(
     return Part(examples, dataset, positions, truncated)
 
 
-def word_logits(task: TextTask, part: Part, logits: np.ndarray) -> list[np.ndarray]:
-    """Return the logits of the words of each row, arrays of shape (W, C).
+def word_logits(part: Part, logits: np.ndarray) -> list[np.ndarray]:
+    """Return the logits of the words of each row, arrays of shape (W, C); zeros if truncated.
 
     Args:
-        task: Task with tags.
         part: Rows with the positions of their words.
         logits: (N, L, C) logits of the tokens.
     """
-    missing = missing_logits(task.labels)
     rows = []
     for row, positions in zip(logits, part.positions):
         # The position -1 of a truncated word would select the last token.
         words = row[np.maximum(positions, 0)].astype(np.float32)
-        words[positions < 0] = missing
+        words[positions < 0] = 0
         rows.append(words)
     return rows
 
@@ -128,8 +126,8 @@ def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
         return (logits > 0).astype(np.int64)
     if task.name == TOKENS:
         return [
-            [task.labels[number] for number in words.argmax(axis=-1)]
-            for words in word_logits(task, part, logits)
+            predicted_tags(task.labels, words, positions >= 0)
+            for words, positions in zip(word_logits(part, logits), part.positions)
         ]
     return logits.argmax(axis=-1)
 
@@ -160,7 +158,7 @@ def calibration_inputs(
     rows = []
     labels = []
     for words, positions, tags in zip(
-        word_logits(task, part, logits), part.positions, part.examples.labels
+        word_logits(part, logits), part.positions, part.examples.labels
     ):
         # Words beyond the maximum length have no logits.
         kept = np.flatnonzero(positions >= 0)

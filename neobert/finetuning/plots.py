@@ -93,8 +93,16 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     figure.colorbar(image, ax=axes, label="Fraction of the label's test rows")
 
     shown = [label if len(label) <= 20 else f"{label[:19]}…" for label in labels]
-    axes.set_xticks(range(len(labels)), shown, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(len(labels)), shown)
+    # Labels may contain "$", which encloses formulas in matplotlib.
+    axes.set_xticks(
+        range(len(labels)),
+        shown,
+        rotation=45,
+        ha="right",
+        rotation_mode="anchor",
+        parse_math=False,
+    )
+    axes.set_yticks(range(len(labels)), shown, parse_math=False)
     axes.set_xlabel("Prediction")
     axes.set_ylabel("Label")
     if len(labels) <= _MAX_CELL_TEXT:
@@ -128,7 +136,8 @@ def plot_label_f1(table: Sequence[Mapping], path: Path) -> bool:
         return False
     figure = Figure(figsize=(6, 1.5 + 0.3 * len(table)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    axes.barh([row["label"] for row in table], [row["f1"] for row in table], color=_BLUE)
+    axes.barh(range(len(table)), [row["f1"] for row in table], color=_BLUE)
+    axes.set_yticks(range(len(table)), [row["label"] for row in table], parse_math=False)
     # The first label is at the top, as in the table.
     axes.invert_yaxis()
     axes.set_xlim(0, 1)

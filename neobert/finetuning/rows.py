@@ -184,9 +184,13 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
     texts = []
     labels = []
     omitted = 0
+    names = _class_names(source, label_columns)
     for row in data.rows(source, [*text_columns, *label_columns]):
         row_texts = tuple(row[name] for name in text_columns)
         values = [_parsed(row[name]) for name in label_columns]
+        # `datasets` stores a missing class label as -1.
+        if names and isinstance(values[0], int) and values[0] < 0:
+            values = [None]
         # Rows without a text or a label are counted and reported.
         if any(_is_missing(value) for value in (*row_texts, *values)):
             omitted += 1
@@ -197,7 +201,7 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
         raise UserError(
             f"{source} must contain rows with a text and a label, got {omitted:,} rows without."
         )
-    return RawRows(source, texts, labels, omitted, _class_names(source, label_columns))
+    return RawRows(source, texts, labels, omitted, names)
 
 
 def infer_task(
@@ -364,7 +368,7 @@ def _texts(part: RawRows) -> list[tuple[str, ...]]:
         for text in row:
             if not isinstance(text, str):
                 raise _row_error(part, number, "a text must be a string", text)
-        rows.append(row)
+        rows.append(tuple(map(data.replace_surrogates, row)))
     return rows
 
 
@@ -385,8 +389,8 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
     def name(item: Any) -> str:
         if isinstance(item, (list, dict)):
             raise _row_error(part, number, "a label must be a word or a number", value)
-        if part.names and isinstance(item, int) and item < len(part.names):
-            return part.names[item]
+        if part.names and isinstance(item, int):
+            return _class_name(part, number, item)
         return _name(item)
 
     if task.name == CLASSIFICATION:
@@ -400,6 +404,14 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
     if not isinstance(value, list):
         raise _row_error(part, number, "several labels must be a list", value)
     return [name(item) for item in value]
+
+
+def _class_name(part: RawRows, number: int, item: int) -> str:
+    """Return the name of a label number of a parquet file."""
+    if not 0 <= item < len(part.names):
+        rule = f"a label must be from 0 to {len(part.names) - 1}, because the file names its labels"
+        raise _row_error(part, number, rule, item)
+    return part.names[item]
 
 
 def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, list[Examples]]:
@@ -448,6 +460,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         for span in value:
             if not 0 <= span["start"] < span["end"] <= len(text):
                 raise _row_error(part, number, "a span must be inside the text", span)
+        text = data.replace_surrogates(text)
         words = split_words(text)
         tags, lost = tags_from_spans(value, words)
         return text, tags, words, lost
@@ -460,11 +473,11 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         rule = "tokens and tags must be lists of the same length, or spans of a text"
         raise _row_error(part, number, rule, value)
     if part.names:
-        tags = [part.names[tag] if isinstance(tag, int) else tag for tag in tags]
+        tags = [_class_name(part, number, tag) if isinstance(tag, int) else tag for tag in tags]
     if not all(isinstance(item, str) for item in (*tokens, *tags)):
         raise _row_error(part, number, "tokens and tags must be strings", value)
     joined, words = join_words(tokens)
-    return joined, list(tags), words, 0
+    return data.replace_surrogates(joined), list(tags), words, 0
 
 
 def _are_spans(values: Sequence[Any]) -> bool:

@@ -22,8 +22,6 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 # Prefixes of the BIOES and BILOU schemes, and those of BIO.
 _PREFIXES = {"B": "B", "I": "I", "E": "I", "L": "I", "S": "B", "U": "B"}
 _SINGLE = ("S", "U")
-# Logit of all tags but `O` of a word that was truncated.
-_UNLIKELY = -30.0
 
 
 @dataclass(frozen=True)
@@ -149,11 +147,18 @@ def token_positions(words: Bounds, offsets: Sequence[tuple[int, int]] | np.ndarr
     return np.where(is_inside, kept[candidates], -1)
 
 
-def missing_logits(labels: Sequence[str]) -> np.ndarray:
-    """Return the logits of a word that was truncated, (C,): those of `O`."""
-    missing = np.full(len(labels), _UNLIKELY, dtype=np.float32)
-    missing[labels.index(OUTSIDE) if OUTSIDE in labels else 0] = 0.0
-    return missing
+def predicted_tags(labels: Sequence[str], logits: np.ndarray, has_logits: np.ndarray) -> list[str]:
+    """Return the tag of each word; `O` for a word that was truncated, even if `O` is no label.
+
+    Args:
+        labels: Tags in the order of their numbers.
+        logits: (W, C) logits or probabilities of the words.
+        has_logits: (W,) whether the model has seen each word.
+    """
+    return [
+        labels[number] if seen else OUTSIDE
+        for number, seen in zip(logits.argmax(axis=-1), has_logits)
+    ]
 
 
 def find_entities(tags: Sequence[str], words: Bounds, bio: bool = True) -> list[Entity]:

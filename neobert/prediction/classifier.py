@@ -5,7 +5,6 @@ NeoBERT runs packed, without padding. Other models run on padded batches of text
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,10 @@ from transformers import (
 )
 
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS
+from ..common.data import replace_surrogates
 from ..common.errors import UserError, one_line
 from ..common.files import read_json
-from ..common.loading import check_model, choose_device, load_tokenizer, text_limit
+from ..common.loading import check_model, choose_device, load_tokenizer, model_file, text_limit
 from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.packed_encoder import token_batches
@@ -41,7 +41,7 @@ from ..finetuning.tagging import (
     find_entities,
     is_bio,
     join_words,
-    missing_logits,
+    predicted_tags,
     split_words,
     token_positions,
 )
@@ -76,8 +76,8 @@ class TaskRecord:
         Raises:
             UserError: If the model is not a classifier or cannot be loaded.
         """
-        path = Path(model) / TASK_FILE
-        if path.is_file():
+        path = model_file(model, TASK_FILE)
+        if path is not None:
             record = read_json(path)
             # Labels of the input are not read, so their columns do not matter.
             task = TextTask(
@@ -401,14 +401,15 @@ class PackedClassifier:
         rows: list[tuple[str, ...]] = []
         for text in texts:
             if self.task.name != TOKENS:
-                rows.append((text,) if isinstance(text, str) else tuple(text))
+                row = (text,) if isinstance(text, str) else tuple(text)
+                rows.append(tuple(map(replace_surrogates, row)))
                 continue
 
             # Entities consist of words. A text is split into words, and a list of words is joined
             # to a text. Both have the bounds of each word in the text.
             is_split = not isinstance(text, str)
             joined, bounds = join_words(text) if is_split else (text, split_words(text))
-            rows.append((joined,))
+            rows.append((replace_surrogates(joined),))
             words.append(bounds)
 
         batch = self.tokenize(rows, words)
@@ -468,9 +469,9 @@ class PackedClassifier:
             logits: Logits of each sequence, (L, C).
         """
         assert batch.positions is not None
-        # A word that was truncated has logits without an entity.
-        missing = missing_logits(self.task.labels)
-        word_logits = [np.tile(missing, (len(bounds), 1)) for bounds in words]
+        # A word that was truncated has no logits, and its margin stays -1.
+        count = len(self.task.labels)
+        word_logits = [np.zeros((len(bounds), count), np.float32) for bounds in words]
         margins = [np.full(len(bounds), -1) for bounds in words]
 
         for row, positions, values in zip(batch.rows, batch.positions, logits):
@@ -485,10 +486,11 @@ class PackedClassifier:
         # Each word has the label with the highest probability, and labels of neighboring words form
         # entities.
         results = []
-        for text, (joined,), bounds, values in zip(texts, rows, words, word_logits):
+        for text, (joined,), bounds, values, margin in zip(
+            texts, rows, words, word_logits, margins
+        ):
             scores = probabilities(values, self.temperature, multi_label=False)
-            best = scores.argmax(axis=-1) if len(bounds) else np.zeros(0, int)
-            tags = [self.task.labels[index] for index in best]
+            tags = predicted_tags(self.task.labels, scores, margin >= 0)
 
             entities = []
             for entity in find_entities(tags, bounds, self.task.bio):
@@ -500,13 +502,16 @@ class PackedClassifier:
                         "end": entity.end,
                         "label": entity.label,
                         "text": joined[entity.start : entity.end],
-                        "probability": round(float(scores[index, best[index]].mean()), _DIGITS),
+                        "probability": round(float(scores[index].max(axis=-1).mean()), _DIGITS),
                     }
                 )
 
             result: dict[str, Any] = {"prediction": entities}
-            # Only lists of words have a column with one tag per word.
+            # Only lists of words have a column with one tag per word. A word that was truncated has
+            # no tag, unless `O` is a label.
             if not isinstance(text, str):
-                result["predicted_tags"] = tags
+                result["predicted_tags"] = [
+                    tag if tag in self.task.labels else None for tag in tags
+                ]
             results.append(result)
         return results

@@ -152,6 +152,10 @@ class Prediction:
 
         self.work = self.output.with_name(f"{self.output.name}.work")
         self.record_path = self.output.with_name(f"{self.output.name}.json")
+        # Nor must the next run read the output or its parts.
+        parts = [self.work / f"000000{suffix}" for suffix in (self.format, ".json")]
+        data.check_not_matched(source, *map(str, (self.output, self.record_path, *parts)))
+
         # A run resumes only with the same options, weights and input files.
         settings = {
             **identity(options),

@@ -138,13 +138,12 @@ class Table:
             return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
 
         if self.format == ".csv":
-            text = io.StringIO()
-            writer = csv.writer(text, lineterminator="\n")
+            table_rows = []
             for row, prediction in zip(rows, predictions):
                 values = [row[name] for name in self.input_columns]
                 values += [prediction.get(name) for name in self.prediction_columns]
-                writer.writerow([_cell(value) for value in values])
-            return text.getvalue().encode("utf-8", "backslashreplace")
+                table_rows.append(_csv_line([_cell(value) for value in values]))
+            return b"".join(table_rows)
 
         # Copied values are checked against the inferred types. Predictions always have their types.
         assert self.schema is not None
@@ -172,11 +171,7 @@ class Table:
 
         # The parts have no header, so that they can be concatenated.
         if self.format == ".csv":
-            header = io.StringIO()
-            csv.writer(header, lineterminator="\n").writerow(
-                [*self.input_columns, *self.prediction_columns]
-            )
-            output.write(header.getvalue().encode())
+            output.write(_csv_line([*self.input_columns, *self.prediction_columns]))
 
         for part in parts:
             with open(part, "rb") as file:
@@ -186,6 +181,16 @@ class Table:
 def _json(value: Any) -> str:
     """Return a value as JSON; values that JSON does not have, such as dates, become text."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _csv_line(cells: Sequence[Any]) -> bytes:
+    """Return cells as a line of a CSV file."""
+    line = io.StringIO()
+    # Python 3.11 quotes a cell with a line break only if the line terminator contains the character
+    # of the line break. A lone carriage return would end a row for readers.
+    csv.writer(line, lineterminator="\r\n").writerow(cells)
+    text = line.getvalue().removesuffix("\r\n")
+    return f"{text}\n".encode("utf-8", "backslashreplace")
 
 
 def _cell(value: Any) -> Any:

@@ -18,6 +18,7 @@ from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..common.data import replace_surrogates
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder, remove_leftover
@@ -147,7 +148,8 @@ def load_prepared(path: str | Path) -> TokenizedTexts:
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:
     """Return the token ids of each text, without special tokens and never truncated."""
-    texts = list(texts)
+    # Texts of files have no surrogates, but those of other datasets may.
+    texts = [replace_surrogates(text) for text in texts]
     if not texts:
         return []
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..common.constants import TOKENIZER
@@ -18,6 +19,7 @@ from .batches import MicroBatches, TokenWindows, boundary_tokens
 from .masking import TokenMasking
 from .model import read_config, start_fingerprint, weights_folder
 from .options import OPTIONS, BatchOptions, MaskingOptions, PretrainOptions
+from .plans import Plan
 from .prepared import TokenizedTexts, load_prepared, prepare_dataset
 from .schedule import adaptation_learning_rate, make_training_arguments, steps_of_epochs
 from .sources import Source, load_rows, parse_sources, shares_of, source_digest
@@ -207,7 +209,7 @@ def locate_start(run: PretrainingRun) -> str | None:
     init_from = run.options.model.init_from
     if init_from is None:
         return None
-    with run.training.main_process_first(desc="init_from"):
+    with run.training.main_process_first(local=False, desc="init_from"):
         is_first = run.training.process_index == 0
         return weights_folder(init_from, run.options.output_folder, is_first)
 
@@ -266,21 +268,25 @@ def _steps_of_epochs(
             "`max_steps`, or prepare the texts with --prepare."
         )
 
-    # Sizes are in the unit of the micro-batches, which are sequences or tokens.
     texts = [tokenized_texts(run, name, tokenizer) for name in run.train_datasets]
+    boundaries = boundary_tokens(tokenizer)
+    windows = [TokenWindows(part, boundaries, batch) for part in texts]
+    shares = shares_of(run.sources)
+    micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
+
+    # Sizes are in sequences, in tokens, or in micro-batches. Micro-batches of complete sequences
+    # have fewer tokens than `micro_batch_tokens`, so they are counted where an epoch has a fixed
+    # order.
     if batch.micro_batch_tokens is None:
         micro_batch = batch.micro_batch_size or 1
-        sizes = [len(part.lengths) for part in texts]
-    else:
+        sizes = [len(part) for part in windows]
+    elif shares or batch.mixture:
         micro_batch = batch.micro_batch_tokens
-        lengths = [part.lengths for part in texts]
-        if batch.long_texts == "truncate":
-            lengths = [part.clip(max=batch.sequence_length) for part in lengths]
-        sizes = [int(part.sum()) for part in lengths]
-
-    micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
-    global_batch = micro_batch * micro_batches_per_step
-    return steps_of_epochs(epochs, sizes, shares_of(run.sources), global_batch)
+        sizes = [int(part.lengths(np.arange(len(part))).sum()) for part in windows]
+    else:
+        micro_batch = 1
+        sizes = [Plan(windows[0], batch, run.data_seed, 0).batches_of(0)]
+    return steps_of_epochs(epochs, sizes, shares, micro_batch * micro_batches_per_step)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -299,8 +305,9 @@ def tokenized_texts(
         prefix: Prefix of the directory, for another tokenizer than that of the run.
     """
     path = run.options.prepared_folder / f"{prefix}{name}"
-    # The main process prepares the texts. The others wait, and find the dataset complete.
-    with run.training.main_process_first(desc="tokenization"):
+    # The main process prepares the texts. The others, also those on other machines, wait and find
+    # the dataset complete.
+    with run.training.main_process_first(local=False, desc="tokenization"):
         summary = prepare_dataset(run.datasets[name], path, tokenizer)
     if run.training.process_index == 0:
         logger.info(

@@ -20,12 +20,11 @@ LEARNING_RATE = 6e-4
 # Warmup of the paper. In runs of fewer than 40,000 steps the warmup is 5 % of the steps.
 WARMUP_STEPS = 2000
 
-# An item of the dataset is a complete micro-batch. `RunTrainer` must see losses that are not
-# finite.
+# An item of the dataset is a complete micro-batch. The trainer of the command counts the tokens.
 _FIXED = {
     "per_device_train_batch_size": 1,
     "remove_unused_columns": False,
-    "logging_nan_inf_filter": False,
+    "include_num_input_tokens_seen": False,
     "label_smoothing_factor": 0.0,
     "auto_find_batch_size": False,
     **BLOCKS_ONLY,
@@ -48,10 +47,21 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     settings["learning_rate"] = LEARNING_RATE if learning_rate == "auto" else learning_rate
 
     # The schedule of the paper applies unless the user has selected another one.
-    warmup_steps = _warmup_steps(settings.get("warmup_steps"), max_steps)
+    # `warmup_ratio` is an option of transformers 4, which ignores the ratio if the steps are set.
+    warmup = settings.get("warmup_steps")
+    if not warmup and "warmup_ratio" in settings:
+        warmup = settings["warmup_ratio"]
+    warmup_steps = _warmup_steps(warmup, max_steps)
     settings["warmup_steps"] = warmup_steps
-    if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & settings.keys():
+    if "lr_scheduler_type" not in settings:
+        values = settings.pop("lr_scheduler_kwargs", None) or {}
+        if not isinstance(values, dict):
+            raise UserError(
+                f"`lr_scheduler_kwargs` must be a mapping, got {values!r}. Pass it as "
+                "'{min_lr_ratio: 0.2}'."
+            )
         settings |= paper_schedule(max_steps, warmup_steps)
+        settings["lr_scheduler_kwargs"] |= values
 
     # A global batch size determines the number of micro-batches per step. TrainingArguments do not
     # exist yet, so the number of processes is read from the environment of the launcher.

@@ -143,10 +143,18 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source
     if not name:
         raise UserError("every entry of `dataset` must have a name. Pass a Hub name or a path.")
 
-    # An @ or a colon in the name of an existing path or in a URL has no special meaning.
+    # A shell expands ~ only at the start of a word, and not in a recipe.
+    name = os.path.expanduser(name)
+    # An @ or a colon in a path, a glob or a URL has no special meaning.
     subset = ""
     revision = ""
-    if not os.path.exists(name) and "://" not in name:
+    is_path = (
+        os.path.exists(name)
+        or "://" in name
+        or any(sign in name for sign in "*?[")
+        or name.startswith((".", "/", "~"))
+    )
+    if not is_path:
         name, _, revision = name.partition("@")
         name, _, subset = name.partition(":")
     return Source(name, subset=subset or None, revision=revision or None, **fields)

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..common.constants import TOKENIZER
+from ..common.data import replace_surrogates
 from ..common.errors import UserError, listed
 from ..common.files import json_text, read_json, write_text
 from ..common.folders import check_disjoint, check_new, new_folder
@@ -185,7 +186,7 @@ def count_words(
     validation_texts = []
     character_count = 0
     for number, row in enumerate(tqdm(rows, desc="reading", unit=" texts"), 1):
-        text = (row["text"] or "")[: max_characters - character_count]
+        text = replace_surrogates(row["text"] or "")[: max_characters - character_count]
         character_count += len(text)
         if number % VALIDATION_INTERVAL:
             chunks.update(text.split())

@@ -81,9 +81,12 @@ def _source_keys(source: Source) -> list[Any]:
     """Return the identifiers of the texts of a source: its files, or its name on the Hub."""
     if source.kind == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
+    if source.kind == "saved":
+        return [os.path.realpath(path) for path in source.paths]
 
-    # Links to one file are one text.
-    return [os.path.realpath(path) for path in source.paths]
+    # Links to one file are one text. The URL of a local file is a path.
+    urls = [file.url.removeprefix("file://") for file in source.files]
+    return [url if "://" in url else os.path.realpath(url) for url in urls]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -14,7 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line, require
 from ..common.files import read_json
-from ..common.loading import check_model, choose_device, dtype_name, load_tokenizer, text_limit
+from ..common.loading import (
+    check_model,
+    choose_device,
+    dtype_name,
+    load_tokenizer,
+    model_file,
+    text_limit,
+)
 from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.packed_encoder import PackedEncoder
@@ -295,8 +302,8 @@ class Classifier:
         temperature = 1.0
 
         # `neobert finetune` stores the length and the temperature in task.json.
-        task_file = Path(folder) / _TASK_FILE
-        if task_file.is_file():
+        task_file = model_file(folder, _TASK_FILE)
+        if task_file is not None:
             task = read_json(task_file)
             limits.append(task["max_length"])
             temperature = task["temperature"]

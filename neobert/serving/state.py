@@ -13,7 +13,7 @@ from .batcher import Batcher
 from .inputs import Body
 from .metrics import Metrics
 from .models import Classifier, Encoder, Item, Tokens
-from .options import ServeOptions
+from .options import MAX_PAIR_CHARACTERS, ServeOptions
 
 
 ResultT = TypeVar("ResultT")
@@ -121,7 +121,20 @@ class State:
     async def rank(
         self, query: str, documents: Sequence[str], body: Body
     ) -> tuple[list[np.ndarray], int]:
-        """Return the logits of documents for a query, and the number of tokens of the pairs."""
+        """Return the logits of documents for a query, and the number of tokens of the pairs.
+
+        Raises:
+            HTTPException: 413 if the pairs have too many characters.
+        """
+        # The queue counts tokens, so the size is checked before the pairs are tokenized.
+        characters = len(documents) * len(query) + sum(map(len, documents))
+        if characters > MAX_PAIR_CHARACTERS:
+            raise HTTPException(
+                413,
+                f"the pairs of a query and its documents must have at most {MAX_PAIR_CHARACTERS} "
+                f"characters in total, got {characters}. Send fewer or shorter texts per request.",
+            )
+
         pairs = [(query, document) for document in documents]
         tokens = await self._tokenize(self.reranker.tokenize, pairs, self.truncates(body))
         return await self.ranks.run(tokens), sum(map(len, tokens))

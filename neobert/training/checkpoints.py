@@ -36,7 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..common.errors import Stopped, UserError, one_line
+from ..common.errors import Stopped, UserError, listed, one_line
 from ..common.output import Output
 
 
@@ -178,6 +178,15 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise ValueError("the state of the optimizer is missing")
 
 
+def _has_state(checkpoint: Path) -> bool:
+    """Return whether the last file of a checkpoint was written, so that the others were, too."""
+    try:
+        json.loads((checkpoint / _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
     """Return the newest readable checkpoint and its step, or None.
 
@@ -209,9 +218,20 @@ def _step_to_resume(folder: Path | str) -> int | None:
     """Return the step of the newest readable checkpoint, or None, and remove later checkpoints.
 
     The run writes later checkpoints again.
+
+    Raises:
+        UserError: If no checkpoint is readable, although one was written completely.
     """
     newest = newest_checkpoint(folder)
     step = newest[0] if newest else None
+    # Without a readable checkpoint all of them would be removed. Only those that a killed process
+    # has left behind may be.
+    complete = [path.name for path in checkpoints(folder).values() if _has_state(path)]
+    if newest is None and complete:
+        raise UserError(
+            f"at least one checkpoint of {folder} must be readable, got {listed(complete)}. "
+            "Restore their files, or remove the checkpoints to start from the beginning."
+        )
     for later, path in checkpoints(folder).items():
         if step is None or later > step:
             shutil.rmtree(path)

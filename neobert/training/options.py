@@ -1,5 +1,6 @@
 """Options of transformers' Trainer: checks, defaults of the commands, and identity of a run."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,17 @@ ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 # cannot use the kernels for packed batches.
 BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 
+# A run resumes from checkpoints with the state of the optimizer, and `RunTrainer` must see losses
+# that are not finite.
+_FIXED = {"save_only_model": False, "logging_nan_inf_filter": False}
+
 # Bounds of options that Trainer does not check. Values out of range fail after the work has begun.
 _BOUNDS = {
     "num_train_epochs": Annotated[float, Meta(gt=0)],
     "per_device_train_batch_size": Annotated[int, Meta(ge=1)],
     "gradient_accumulation_steps": Annotated[int, Meta(ge=1)],
     "seed": Annotated[int, Meta(ge=0, lt=2**32)],
+    "warmup_ratio": Annotated[float, Meta(ge=0, lt=1)],
 }
 
 
@@ -106,7 +112,7 @@ def training_arguments(
     Args:
         output_dir: Directory of the checkpoints.
         options: Options of Trainer from the recipe and the command line.
-        fixed: Options that the command sets.
+        fixed: Options that the command sets, in addition to those of all commands.
         base: Class of the result, by default TrainingArguments.
 
     Raises:
@@ -124,6 +130,7 @@ def training_arguments(
         raise UserError("`output_dir` is set by this command. Pass --output instead.")
 
     # A recipe may set a fixed option to the value of the command.
+    fixed = {**_FIXED, **fixed}
     for name, value in fixed.items():
         if name not in options or options[name] == value:
             continue
@@ -140,10 +147,30 @@ def training_arguments(
     values = {"use_cpu": not torch.accelerator.is_available(), **options, **fixed}
     check_trainer_options(values)
     check_services(values)
+    if "warmup_steps" in values:
+        # An explicit `warmup_ratio` of transformers 4 overrides a fraction, which may be a default.
+        values = {**warmup_options(values.pop("warmup_steps")), **values}
     try:
         return (base or TrainingArguments)(output_dir=str(output_dir), **values)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
+
+
+def warmup_options(warmup_steps: float) -> dict[str, Any]:
+    """Return the options of TrainingArguments for a warmup, in the installed transformers.
+
+    transformers 4 has a separate option for a fraction of the steps, which version 5 removed.
+
+    Args:
+        warmup_steps: Number of warmup steps; a value below 1 is a fraction of all steps.
+    """
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) >= 5:
+        return {"warmup_steps": warmup_steps}
+    if 0 < warmup_steps < 1:
+        return {"warmup_ratio": warmup_steps}
+    return {"warmup_steps": math.floor(warmup_steps)}
 
 
 # Prefixes of options of Trainer that affect neither results nor the order of the data. They may

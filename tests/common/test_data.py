@@ -5,6 +5,7 @@ Memory use is constant, and a damaged file raises an error of one line.
 """
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
@@ -14,6 +15,7 @@ import tracemalloc
 import fsspec
 import pytest
 
+from neobert.common import data
 from neobert.common.data import FORMATS, count_rows, file_format, files, numbered_rows, rows, schema
 from neobert.common.errors import UserError
 
@@ -196,3 +198,58 @@ def test_quotes_in_tsv_and_long_cells_in_csv(tmp_path):
     long_text = "word " * 100_000
     (tmp_path / "a.csv").write_text(f'text\n"{long_text}"\n')
     assert next(rows(tmp_path / "a.csv"))["text"] == long_text
+
+
+def test_backslashes_of_windows_paths_separate_folders(tmp_path, monkeypatch):
+    """Where the separator is a backslash, files have their folder in their URL."""
+    assert data.with_slashes("C:\\data\\a.csv", "\\") == "C:/data/a.csv"
+    assert data.with_slashes("s3://bucket/a\\b.csv", "\\") == "s3://bucket/a\\b.csv"
+    assert data.with_slashes("data/a\\b.csv", "/") == "data/a\\b.csv"
+
+    (tmp_path / "corpus").mkdir()
+    write(tmp_path / "corpus" / "a.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "with_slashes", functools.partial(data.with_slashes, separator="\\"))
+    for source in ("corpus\\a.jsonl", "corpus\\*.jsonl", "corpus\\"):
+        assert [(file.url, file.name) for file in files(source)] == [("corpus/a.jsonl", "a.jsonl")]
+
+
+@pytest.mark.parametrize("root", ["", "data/", "{}/data/", "memory://matched/"])
+def test_outputs_that_a_glob_matches_are_refused(tmp_path, monkeypatch, root):
+    """A glob must not match an output, unless the files of the output are hidden."""
+    monkeypatch.chdir(tmp_path)
+    root = root.format(tmp_path)
+    for pattern, name in (
+        ("**/*.parquet", "out/a-00000.parquet"),
+        ("*/a*", "out/a-00000.parquet"),
+        ("*.parquet", "out.parquet"),
+        ("[a-z]ut/?.csv", "out/a.csv"),
+    ):
+        with pytest.raises(UserError, match="`output` must not contain files that the glob"):
+            data.check_not_matched(f"{root}{pattern}", f"{root}{name}")
+
+    for pattern, name in (
+        ("*.parquet", "out/a-00000.parquet"),
+        ("**/*.jsonl", "out/a-00000.parquet"),
+        ("**/*.parquet", "_out/a-00000.parquet"),
+        ("*/in/*.parquet", "out/a-00000.parquet"),
+        ("out.parquet", "out.parquet"),
+    ):
+        data.check_not_matched(f"{root}{pattern}", f"{root}{name}")
+    data.check_not_matched(f"{root}**/*.parquet", "memory://other/out/a-00000.parquet")
+
+
+def test_folder_with_wildcards_in_its_name(tmp_path):
+    """A folder whose name looks like a glob is a folder."""
+    for name in ("d [1]", "d 1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{name}\n")
+    assert list(rows(tmp_path / "d [1]")) == [{"text": "d [1]"}]
+    assert list(rows(f"{tmp_path}/d [1]/*.txt")) == [{"text": "d 1"}]
+
+
+def test_lone_surrogates_of_texts_are_replaced(tmp_path):
+    """One half of a surrogate pair becomes U+FFFD in texts, and other columns are not changed."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800", "id": "\\ud83d\\ude00\\udfff"}\n')
+    expected = [{"text": "a\ufffd", "id": "\U0001f600\udfff"}]
+    assert list(rows(tmp_path / "a.jsonl", texts=["text"])) == expected

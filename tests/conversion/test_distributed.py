@@ -92,7 +92,7 @@ def _placed(**values):
     [
         (
             lambda metadata: _entry(metadata).chunks.pop(),
-            "lacks values, or contains NaN, for: .*qkv",
+            "lacks values of .*qkv",
         ),
         (_placed(length=300), "cannot be read"),
         (_placed(relative_path="../__0_0.distcp"), "is missing"),
@@ -106,6 +106,39 @@ def test_damaged_metadata(change, edit, message):
     run = change(edit)
     with pytest.raises(UserError, match=message):
         open_checkpoint(run)
+
+
+@pytest.mark.parametrize("has_chunks, length", [(False, 0), (True, 0), (True, 2**50)])
+def test_tensor_larger_than_its_files_is_not_allocated(change, monkeypatch, has_chunks, length):
+    """Check that no memory is allocated for a tensor that the files do not contain.
+
+    The metadata may claim parts of any size, and any length of the parts in the files.
+    """
+
+    def edit(metadata):
+        entry = _entry(metadata)
+        entry.size = torch.Size([2**24, *entry.size[1:]])
+        if has_chunks:
+            entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=entry.size)
+        for index, part in metadata.storage_data.items():
+            if index.fqn == NAME and length:
+                metadata.storage_data[index] = dataclasses.replace(part, length=length)
+
+    run = change(edit)
+    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: pytest.fail("memory is allocated"))
+    with pytest.raises(UserError, match="lacks values of .*qkv.* Copy all of its files"):
+        open_checkpoint(run)
+
+
+def test_overlapping_parts_leave_a_gap(change):
+    """Check that values which no part contains are noticed after reading."""
+
+    def edit(metadata):
+        chunks = _entry(metadata).chunks
+        chunks[0] = dataclasses.replace(chunks[0], offsets=chunks[1].offsets)
+
+    with pytest.raises(UserError, match="lacks values, or contains NaN, for: .*qkv|cannot be read"):
+        open_checkpoint(change(edit))
 
 
 def test_the_unchanged_metadata_is_read(change, distributed):

@@ -34,6 +34,7 @@ from neobert.distillation.command import (
 from neobert.distillation.data import (
     Texts,
     TextSource,
+    check_validation_names,
     default_validation_percent,
     is_validation_text,
     read_texts,
@@ -420,6 +421,24 @@ def test_texts_are_deduplicated_and_split_by_hash(tmp_path):
     assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}
     assert is_validation_text("Some  TEXT", 50) == is_validation_text("some text", 50), (
         "texts that differ in case and white space only must be in the same split"
+    )
+
+
+@pytest.mark.parametrize(
+    "names", [("a/chat.txt", "b/chat.txt"), ("train.txt",), ("validation.txt",)]
+)
+def test_repeated_and_reserved_names_of_validation_texts_are_refused(tmp_path, names):
+    """Validation texts never replace one another or the held-out texts."""
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a text")
+    entries = [str(path) for path in paths]
+    with pytest.raises(UserError, match="must have different names .*Set `name` in the recipe"):
+        check_validation_names(map(TextSource.from_entry, entries))
+    check_validation_names(
+        TextSource.from_entry({"path": entry, "name": f"set-{number}"})
+        for number, entry in enumerate(entries)
     )
 
 
@@ -839,6 +858,10 @@ BAD = {
     ),
     "two students": ({"init_from": "x"}, "names an existing one. Remove one"),
     "a config's field": ({"model_config": {"nope": 1}}, "has the unknown field 'nope'"),
+    "a reserved name": (
+        {"validation_texts": [{"path": "few.txt", "name": "validation"}]},
+        "got validation. Set `name` in the recipe.",
+    ),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
 }
 

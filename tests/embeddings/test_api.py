@@ -12,14 +12,17 @@ import torch
 
 pytest.importorskip("sentence_transformers")
 
+import sentence_transformers
 from helpers.encode_runs import make_model_folder, texts_of_many_lengths  # noqa: F401
 from helpers.paths import ROOT
+from packaging.version import Version
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 import neobert
 from neobert import PackedEncoder
 from neobert.common.errors import UserError
+from neobert.embeddings.packed_encoder import quantize_embeddings
 
 
 TEXTS = texts_of_many_lengths(20)
@@ -68,6 +71,41 @@ def test_precisions_match_sentence_transformers(pair, precision):
     assert embeddings.dtype == expected.dtype and embeddings.shape == expected.shape
     # A value at the boundary between two codes may be rounded up or down.
     assert (embeddings != expected).mean() < 0.01
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8"])
+def test_int8_is_that_of_version_6_and_clips(precision):
+    """Codes equal those of sentence-transformers 6, also of values outside of the ranges."""
+    quantization = pytest.importorskip("sentence_transformers.util.quantization")
+    generator = np.random.default_rng(0)
+    embeddings = generator.standard_normal((300, 24)).astype(np.float32)
+    # A dimension with a single value has steps of 0.
+    embeddings[:, 3] = 0.25
+    ranges = np.stack([embeddings[:50].min(axis=0), embeddings[:50].max(axis=0)])
+
+    low, high = (np.iinfo(precision).min, np.iinfo(precision).max)
+    codes = quantize_embeddings(embeddings, precision, ranges)
+    assert (codes[embeddings < ranges[0]] == low).all()
+    assert (codes[embeddings > ranges[1]] == high).all()
+
+    for argument in (ranges, ranges.astype(np.float64), None):
+        actual = quantize_embeddings(embeddings, precision, argument)
+        assert actual.dtype == precision
+        # Version 5 computes other codes.
+        if Version(sentence_transformers.__version__) >= Version("6"):
+            expected = quantization.quantize_embeddings(embeddings, precision, argument)
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_int8_does_not_use_the_library(monkeypatch):
+    """Version 5 does not clip, so its function is not called for int8."""
+    quantization = pytest.importorskip("sentence_transformers.util.quantization")
+    monkeypatch.setattr(quantization, "quantize_embeddings", None)
+    embeddings = np.array([[-9.0], [0.0], [9.0]], np.float32)
+    ranges = np.array([[-1.0], [1.0]], np.float32)
+    assert quantize_embeddings(embeddings, "int8", ranges).tolist() == [[-128], [-1], [127]]
+    with pytest.raises(UserError, match="ranges of int8 must come from at least 2 embeddings"):
+        quantize_embeddings(embeddings[:1], "int8")
 
 
 def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):

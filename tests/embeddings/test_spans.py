@@ -2,10 +2,11 @@
 
 import random
 import re
+import time
 
 import pytest
 
-from neobert.embeddings.spans import Span, spans
+from neobert.embeddings.spans import _BREAKS, Span, spans
 
 
 def words(text):
@@ -138,3 +139,26 @@ def test_every_token_is_in_a_window_and_offsets_increase():
             assert current.start < following.start and current.end < following.end, case
             assert current.first < following.first <= current.stop < following.stop, case
             assert current.stop - following.first <= overlap, case
+
+
+@pytest.mark.parametrize("text", [" ", "\t", ".", "\n ", ". ", '."', "\u3002", "\r\n"])
+def test_long_runs_take_linear_time(text):
+    """Runs of spaces or dots, as in a table of contents, take milliseconds and not minutes."""
+    text = f"a{text * 200_000}"
+    start = time.perf_counter()
+    spans(text, [(0, 1), (len(text) - 1, len(text))], 1, 0)
+    assert time.perf_counter() - start < 2
+
+
+def test_ends_of_lines_and_sentences_are_those_of_simple_expressions():
+    """The expressions that take linear time have the same ends as simple ones."""
+    simple_line = re.compile(r"[ \t]*[\n\u2028]\s*")
+    simple_sentence = re.compile(_BREAKS[2].pattern.replace(r"(?<![.!?\u2026\u061f\u06d4])", ""))
+    assert simple_sentence.pattern != _BREAKS[2].pattern
+
+    generator = random.Random(0)
+    for _ in range(20_000):
+        text = "".join(generator.choices(" \t\n\r\u2028\u2029..!?\u2026\"')\u3002\u300daA1", k=12))
+        for pattern, simple in ((_BREAKS[1], simple_line), (_BREAKS[2], simple_sentence)):
+            ends = [match.end() for match in pattern.finditer(text)]
+            assert ends == [match.end() for match in simple.finditer(text)], repr(text)

@@ -274,6 +274,44 @@ def test_later_file_with_other_column_type_is_refused(model_folder, encoder, tmp
     assert read_parquet(tmp_path / "text")[0]["id"].to_pylist() == ["1", "x"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "value"),
+    [
+        (pyarrow.array([1]), pyarrow.array([1.5]), "1.5"),
+        (pyarrow.array([[1]]), pyarrow.array([[1.5]]), r"\[1.5\]"),
+        (pyarrow.array([1.0], pyarrow.float32()), pyarrow.array([0.1]), "0.1"),
+    ],
+)
+def test_a_parquet_value_that_would_be_changed_is_refused(
+    model_folder, encoder, tmp_path, first, second, value
+):
+    """Values of a later parquet file with another type are never rounded."""
+    (tmp_path / "corpus").mkdir()
+    for name, column in (("a", first), ("b", second)):
+        table = pyarrow.table({"text": ["a"], "n": column})
+        pyarrow.parquet.write_table(table, tmp_path / "corpus" / f"{name}.parquet")
+    with pytest.raises(UserError, match=f"'n' must have the type .*got {value}.. Use --keep n:t"):
+        embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder, keep=["n"])
+
+
+def test_exact_parquet_values_of_other_types_are_copied(model_folder, encoder, tmp_path):
+    """Other types with the same values, and NaN, are no reason to refuse a file."""
+    (tmp_path / "corpus").mkdir()
+    nan = float("nan")
+    columns = {
+        "a": [pyarrow.array([nan, 0.5]), pyarrow.array([[nan], None])],
+        "b": [pyarrow.array([nan, 2.0], pyarrow.float32()), pyarrow.array([[nan, 1.0], []])],
+        "c": [pyarrow.array([3, None], pyarrow.int16()), pyarrow.array([None, [2.0]])],
+    }
+    for name, (numbers, lists) in columns.items():
+        table = pyarrow.table({"text": ["a", "b"], "n": numbers, "m": lists})
+        pyarrow.parquet.write_table(table, tmp_path / "corpus" / f"{name}.parquet")
+    embed(tmp_path / "corpus", tmp_path / "out", model_folder, encoder, keep=["n,m"])
+    table, _ = read_parquet(tmp_path / "out")
+    assert repr(table["n"].to_pylist()) == "[nan, 0.5, nan, 2.0, 3.0, None]"
+    assert repr(table["m"].to_pylist()) == "[[nan], None, [nan, 1.0], [], None, [2.0]]"
+
+
 def test_manifest_contains_model_and_settings(corpus, model_folder, tmp_path):
     """The manifest and the metadata of the parts contain the model and the settings."""
     options = {"pooling": "cls", "normalize": True, "prompt": "find: ", "max_length": 20}
@@ -427,6 +465,56 @@ def test_resumed_run_keeps_its_dtype(corpus, model_folder, tmp_path, monkeypatch
     monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "float32")
     embed(corpus, tmp_path / "out", model_folder, dtype="auto", rows=16)
     assert bits(tmp_path / "out") == before
+
+
+def test_default_prompt_of_the_model(corpus, model_folder, reference, tmp_path):
+    """The default prompt is used and stored, and an output with another prompt is refused."""
+    prompts = {"document": "find: ", "query": "ask: "}
+    model = SentenceTransformer(
+        modules=[*reference], prompts=prompts, default_prompt_name="document", device="cpu"
+    )
+    encoder = PackedEncoder(model, dtype="float32", device="cpu")
+    texts = texts_of_many_lengths(70)
+    for name, options, prompt in (
+        ("out", {}, "find: "),
+        ("named", {"prompt_name": "query"}, "ask: "),
+        ("none", {"prompt": ""}, ""),
+    ):
+        embed(corpus, tmp_path / name, model_folder, encoder, rows=16, **options)
+        expected = reference.encode(texts, prompt=prompt)
+        np.testing.assert_allclose(read_parquet(tmp_path / name)[1], expected, atol=1e-5)
+        manifest = json.loads((tmp_path / name / "_metadata.json").read_text())
+        assert manifest["prompt"] == prompt
+
+    (tmp_path / "out" / "corpus-00002.parquet").unlink()
+    model.default_prompt_name = None
+    with pytest.raises(UserError, match="the prompt must be 'find: ' as in .*out, got ''. Choose"):
+        embed(corpus, tmp_path / "out", model_folder, encoder, rows=16)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output"),
+    [
+        ("data/**/*.parquet", "data/emb"),
+        ("data/*/*2*.parquet", "data/emb"),
+        ("data/*.parquet", "data/emb.parquet"),
+        ("data/**/*.parquet", "data/emb.parquet"),
+    ],
+)
+def test_a_glob_that_matches_the_output_is_refused(
+    model_folder, encoder, tmp_path, monkeypatch, pattern, output
+):
+    """A glob that would read the output in the next run is refused; another output is not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    for name in ("a-1", "deep/a-2"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), f"data/{name}.parquet")
+    with pytest.raises(UserError, match="must not contain files that the glob data/.* matches"):
+        embed(pattern, output, model_folder, encoder)
+    assert not (tmp_path / output).exists()
+    embed(pattern, "emb", model_folder, encoder)
+    # The parts do not match this glob.
+    embed("data/*.parquet", "data/emb", model_folder, encoder)
 
 
 @pytest.mark.parametrize("name", ["mine", "mine.parquet", "torn"])

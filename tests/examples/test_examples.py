@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.reference import count_rows
 
@@ -170,6 +171,95 @@ def test_make_pairs_keeps_an_existing_output(tmp_path):
     assert (tmp_path / "train.jsonl").read_text() == "kept"
 
 
+def test_make_pairs_requires_enough_rows(tmp_path):
+    """Numbers of rows that leave test.jsonl without rows are an error."""
+    with pytest.raises(UserError, match="at most 7,999 rows together, got 8,500"):
+        example("make_pairs").main(["--output", str(tmp_path / "out"), "--train", "8000"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.stem
+        for path in sorted((ROOT / "examples").glob("*.py"))
+        if "from benchmarks" in path.read_text(encoding="utf-8")
+    ],
+)
+def test_scripts_with_benchmarks_start_in_a_clone(name, tmp_path):
+    """Scripts that import `benchmarks`, which is not installed, start in any directory."""
+    process = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py", "--help"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0 and "--output" in process.stdout, process.stderr[-3000:]
+
+
+def test_missing_wordnet_is_reported_in_one_line(tmp_path):
+    code = (
+        "import runpy, sys, benchmarks.local_text as text; "
+        f"text.WORDNET = {str(tmp_path / 'none')!r}; "
+        f"sys.argv = ['make_definitions.py', '--output', {str(tmp_path / 'out')!r}]; "
+        f"runpy.run_path({str(ROOT / 'examples' / 'make_definitions.py')!r}, run_name='__main__')"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr[-3000:]
+    message = process.stderr.strip().splitlines()[-1]
+    assert message.startswith("make_definitions.py: ") and "none/cntlist.rev" in message
+
+
+def test_answers_are_located_in_tokens(tmp_path):
+    """White space around an answer is ignored, and truncated answers have the label (0, 0)."""
+    module = example("question_answering")
+    path = tmp_path / "rows.jsonl"
+    context = "the house is red and very old"
+    rows = [
+        {
+            "question": "which color?",
+            "context": context,
+            "answers": {"text": [answer], "answer_start": [context.index(answer)]},
+        }
+        for answer in (" red ", "red and very old")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spaces, long = module.load_questions(path)
+    assert context[spaces["start"] : spaces["end"] + 1] == "red"
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+    encoded = tokenizer([spaces["question"]], [context])
+    token = encoded.char_to_token(0, context.index("red"), 1)
+    assert module.answer_tokens(encoded, 0, spaces["start"], spaces["end"]) == (token, token)
+
+    # The truncated context ends with the first word of the answer.
+    encoded = tokenizer(
+        [long["question"]], [context], truncation="only_second", max_length=token + 2
+    )
+    assert encoded.char_to_token(0, long["start"], 1) == token
+    assert module.answer_tokens(encoded, 0, long["start"], long["end"]) == (0, 0)
+
+    rows[0]["answers"] = {"text": [" "], "answer_start": [3]}
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match="must contain the text of an answer"):
+        module.load_questions(path)
+
+
+def test_tags_are_text(tmp_path):
+    """Numeric tags become text, which is the type of the label names of a configuration."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"tokens": ["a", "b"], "tags": [1, 0]}\n')
+    assert example("token_classification").load_words(path)[0]["tags"] == ["1", "0"]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_pass_the_warmup_of_the_installed_version(name):
+    """No example passes a fraction as `warmup_steps`, which transformers 4 rejects."""
+    source = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert "**warmup_options(0.1)," in source and "warmup_steps=" not in source
+
+
 def test_load_rows_with_optional_columns(tmp_path):
     """`load_rows` requires an optional column in all rows if the first row has the column.
 
@@ -283,6 +373,138 @@ def search(store, *arguments, code=0):
 def ids(printed):
     """Return the IDs of the search results in an output."""
     return re.findall(r"^  (\S+)\t", printed, re.M)
+
+
+class LettersEncoder:
+    """Sentence encoder that counts the letters a to h."""
+
+    def __init__(self, name):
+        pass
+
+    def encode_query(self, text, normalize_embeddings):
+        counts = np.array([1 + text.count(letter) for letter in "abcdefgh"], np.float32)
+        return counts / np.linalg.norm(counts)
+
+    def encode_document(self, texts, normalize_embeddings):
+        return np.stack([self.encode_query(text, normalize_embeddings) for text in texts])
+
+
+@pytest.fixture
+def search_module(monkeypatch):
+    """Return the module examples/search.py with a fast encoder."""
+    pytest.importorskip("lancedb")
+    pytest.importorskip("sentence_transformers")
+    module = example("search")
+    monkeypatch.setattr(module, "SentenceTransformer", LettersEncoder)
+    monkeypatch.setattr(module, "check_model", lambda name: None)
+    return module
+
+
+def test_search_adds_all_files_also_to_an_empty_store(search_module, tmp_path, monkeypatch, capsys):
+    """`add` reads every file, and adds to a store whose rows were all deleted.
+
+    `--top` may be larger than the minimum number of candidates.
+    """
+
+    def run_search(*arguments):
+        command = ["search.py", *map(str, arguments), "--store", str(tmp_path / "store")]
+        monkeypatch.setattr(sys, "argv", command)
+        search_module.main()
+        return capsys.readouterr().out
+
+    paths = []
+    for part in range(2):
+        path = tmp_path / f"{part}.jsonl"
+        rows = [{"id": 100 * part + row, "text": f"a bed {row}"} for row in range(100)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths.append(path)
+
+    assert "200 rows read; the store has 200" in run_search("add", *paths)
+    for by in ("both", "meaning", "words"):
+        assert len(ids(run_search("find", "bed", "--by", by, "--top", 150))) == 150
+
+    assert "200 rows deleted" in run_search("delete", "--where", "id >= 0")
+    assert ids(run_search("find", "bed")) == []
+    assert "100 rows read; the store has 100" in run_search("add", paths[0])
+
+    # An error in the second file leaves the store unchanged.
+    paths[0].write_text('{"id": "x", "text": "a"}\n')
+    with pytest.raises(UserError, match="0.jsonl, row 1: `id` must be an integer of 64 bits"):
+        run_search("add", paths[1], paths[0])
+    assert len(ids(run_search("find", "bed", "--top", 300))) == 100
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("a.csv", "id,text\n7,null\n8,NA\n9,\n", [(7, "null"), (8, "NA"), (9, "")]),
+        ("a.csv", "id,text\n007,a\n7,b\n", [("007", "a"), ("7", "b")]),
+        ("a.csv", "id,text\nNA,a\nnull,b\n", [("NA", "a"), ("null", "b")]),
+        ("a.csv", f"id,text\n{2**63 + 5},a\n", [(str(2**63 + 5), "a")]),
+        ("a.jsonl", f'{{"id": {2**63 + 5}, "text": "a"}}\n', [(str(2**63 + 5), "a")]),
+        (
+            "a.jsonl",
+            f'{{"id": {2**53 + 1}, "text": "a"}}\n{{"id": 7.0, "text": "b"}}\n',
+            [(2**53 + 1, "a"), (7, "b")],
+        ),
+        ("a.jsonl", '{"id": "7", "text": "a"}\n', [("7", "a")]),
+        (
+            "a.jsonl",
+            '{"id": 7, "text": "a"}\n{"id": "b", "text": "b"}\n{"id": 7, "text": "c"}\n',
+            [("b", "b"), ("7", "c")],
+        ),
+    ],
+)
+def test_search_keeps_ids_and_texts(search_module, tmp_path, name, content, expected):
+    """IDs and texts are stored as in the file, and IDs are integers only if all of them are."""
+    path = tmp_path / name
+    path.write_text(content)
+    table = search_module.read_rows(str(path), "model", None)
+    assert list(zip(table["id"].to_pylist(), table["text"].to_pylist())) == expected
+
+
+def test_search_keeps_missing_numbers_of_csv_files(search_module, tmp_path):
+    """Empty cells of other columns are missing values, so that numbers stay numbers."""
+    path = tmp_path / "a.csv"
+    path.write_text("id,text,year\n1,a,1990\n2,b,\n")
+    table = search_module.read_rows(str(path), "model", None)
+    assert table["year"].to_pylist() == [1990, None]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", '{"id": 7, "text": "a"}\n{"id": 7.6, "text": "b"}\n', "row 2: `id` .*7.6"),
+        ("a.jsonl", '{"id": 7, "text": "a"}\n{"id": null, "text": "b"}\n', "row 2: `id` .*None"),
+        ("a.jsonl", '{"id": true, "text": "a"}\n', "row 1: `id` .*True"),
+        ("a.csv", "id,text\n7,a\n,b\n", "row 2: `id` .*''"),
+        ("a.csv", "id,text\n", "contains no rows"),
+        ("a.csv", "id,words\n1,a\n", "must have a column 'text'"),
+    ],
+)
+def test_search_refuses_ids_and_files(search_module, tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        search_module.read_rows(str(path), "model", None)
+
+
+def test_search_refuses_parquet_rows_without_a_text(search_module, tmp_path):
+    path = tmp_path / "a.parquet"
+    pandas.DataFrame({"id": [1, 2], "text": ["a", None]}).to_parquet(path)
+    with pytest.raises(UserError, match="row 2: `text` must be text"):
+        search_module.read_rows(str(path), "model", None)
+
+
+def test_search_compares_ids_with_an_integer_store(search_module, tmp_path):
+    """Strings are integers of the store only if their digits are unchanged."""
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n7,a\n")
+    integer = search_module.pa.int64()
+    assert search_module.read_rows(str(path), "model", integer)["id"].to_pylist() == [7]
+    path.write_text("id,text\n7,a\n007,b\n")
+    with pytest.raises(UserError, match="row 2: `id` must be an integer of 64 bits.*'007'"):
+        search_module.read_rows(str(path), "model", integer)
 
 
 @pytest.mark.slow

@@ -108,6 +108,25 @@ def test_prompts_excluded_from_pooling(sentence_folder, tmp_path):
         assert settings["prompts"]["query"] == "a "
 
 
+def test_default_prompt_and_similarity_function_are_kept(sentence_folder, tmp_path):
+    """The settings of sentence-transformers are kept, also those of a model without prompts."""
+    (tmp_path / "tokenizer").mkdir()
+    values = {"prompts": {"query": "a "}, "default_prompt_name": "query"}
+    cases = (values, {"similarity_fn_name": "dot"}, {**values, "similarity_fn_name": "euclidean"})
+    for number, expected in enumerate(cases):
+        model_folder = shutil.copytree(sentence_folder, tmp_path / f"model-{number}")
+        (model_folder / "config_sentence_transformers.json").write_text(json.dumps(expected))
+        source = load_source(model_folder)
+
+        output_folder = tmp_path / f"export-{number}"
+        output_folder.mkdir()
+        folder._write_common(
+            output_folder, replace(source, tokenizer_folder=tmp_path / "tokenizer")
+        )
+        content = (output_folder / "config_sentence_transformers.json").read_text()
+        assert json.loads(content).items() >= expected.items()
+
+
 def test_default_head_matches_the_weights(hub_folder):
     """The default head is that of the weights, and `--head base` loads the encoder only."""
     model_folder = hub_folder(NeoBERTForMaskedLM)

@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from neobert.cli import main
 from neobert.common.errors import UserError
-from neobert.finetuning import comparison, evaluation
+from neobert.finetuning import comparison, evaluation, plots
 from neobert.finetuning.comparison import Result, compare
-from neobert.finetuning.rows import TextTask
+from neobert.finetuning.rows import Examples, TextTask
 
 
 def value(result, metric, entry="fine_tuned"):
@@ -241,6 +241,26 @@ def test_mean_distance_of_numeric_labels():
     assert evaluation.mean_distance(task, [0, 1, 2], np.array([0, 2, 0])) == (0 + 3 + 4) / 3
     named_task = TextTask("classification", ("text",), ("stars",), ("bad", "good"))
     assert evaluation.mean_distance(named_task, [0], np.array([1])) is None
+
+
+def test_truncated_words_count_as_errors_with_plain_tags():
+    """A truncated word never has the correct tag, not even that of the first label."""
+    task = TextTask("tokens", ("tokens",), ("tags",), ("N", "V"))
+    examples = Examples([("a b c",)], [["V", "N", "N"]], [[(0, 1), (2, 3), (4, 5)]])
+    part = evaluation.Part(examples, None, [np.array([1, 2, -1])], 1)
+    logits = np.array([[[0, 0], [0, 1], [1, 0], [0, 0]]])
+    predicted = evaluation.predictions(task, part, logits)
+    assert predicted == [["V", "N", "O"]]
+    accuracy = evaluation.metric_values(task, examples.labels, predicted)["word_accuracy"]
+    assert accuracy == pytest.approx(2 / 3)
+
+
+def test_plots_draw_labels_literally(tmp_path):
+    """Labels with "$", which encloses formulas in matplotlib, can be plotted."""
+    labels = ["$5_to_$10^^", "$"]
+    assert plots.plot_confusion([[1, 2], [3, 4]], labels, tmp_path / "confusion.png")
+    table = [{"label": label, "f1": 0.5} for label in labels]
+    assert plots.plot_label_f1(table, tmp_path / "f1.png")
 
 
 def test_a_metric_of_another_task_is_refused(tmp_path):

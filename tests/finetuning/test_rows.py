@@ -101,16 +101,57 @@ def test_a_csv_may_contain_lists(tmp_path):
     assert (task.name, task.labels) == ("multi-label", ("a", "b"))
 
 
+def read_parquet(tmp_path, texts, labels, column="label", is_list=False):
+    """Read a parquet file with the class names "sad" and "glad", as `datasets` writes it."""
+    feature = {"names": ["sad", "glad"], "_type": "ClassLabel"}
+    features = {column: {"feature": feature} if is_list else feature, "text": {"dtype": "string"}}
+    table = pyarrow.table({"text": texts, column: labels})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "rows.parquet")
+    return read_splits(DataOptions(train=str(tmp_path / "rows.parquet")))
+
+
 def test_class_names_of_a_parquet_file_are_kept(tmp_path):
     """The class names that `datasets` stores in a parquet file name the label numbers."""
-    feature = {"names": ["sad", "glad"], "_type": "ClassLabel"}
-    info = {"info": {"features": {"label": feature, "text": {"dtype": "string"}}}}
-    table = pyarrow.table({"text": [f"t {i}" for i in range(40)], "label": [0, 1] * 20})
-    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    task, splits = read_splits(DataOptions(train=str(tmp_path / "rows.parquet")))
+    task, splits = read_parquet(tmp_path, [f"t {i}" for i in range(40)], [0, 1] * 20)
     assert task.labels == ("sad", "glad")
     assert splits.train.labels[0] == 0
+
+
+def test_a_negative_class_number_is_a_missing_label(tmp_path, caplog):
+    """Rows with the class number -1, which `datasets` stores for a missing label, are left out."""
+    caplog.set_level("INFO", "neobert")
+    task, splits = read_parquet(tmp_path, [f"t {i}" for i in range(43)], [0, 1] * 20 + [-1] * 3)
+    assert task.labels == ("sad", "glad") and sum(splits.sizes().values()) == 40
+    assert "3 rows without a text or a label are left out" in caplog.text
+
+
+@pytest.mark.parametrize("number", [-100, -1, 2])
+@pytest.mark.parametrize("column", ["label", "labels", "tags"])
+def test_class_numbers_out_of_range_are_reported(tmp_path, column, number):
+    """A class number without a name is an error; a negative number only in a list."""
+    if column == "label":
+        texts, labels = [f"t {i}" for i in range(21)], [0, 1] * 10 + [2]
+    else:
+        texts, labels = ["a b"] * 21, [[0, 1]] * 20 + [[0, number]]
+    if column == "tags":
+        texts = [text.split() for text in texts]
+    rule = "labeled row 21: a label must be from 0 to 1, because the file names its labels, got "
+    with pytest.raises(UserError, match=rule):
+        read_parquet(tmp_path, texts, labels, column, is_list=column != "label")
+
+
+def test_lone_surrogates_are_replaced(tmp_path):
+    """One half of a surrogate pair, which no tokenizer can encode, becomes U+FFFD."""
+    spans = [{"start": 0, "end": 1, "label": "A"}]
+    rows = {
+        "labels": [{"text": f"\ud83d {i}", "label": "ab"[i % 2]} for i in range(20)],
+        "tags": [{"tokens": ["\ud83d", str(i)], "tags": ["B-A", "O"]} for i in range(20)],
+        "spans": [{"text": f"\ud83d {i}", "spans": spans} for i in range(20)],
+    }
+    for name, content in rows.items():
+        _, splits = read(tmp_path / name, content)
+        assert {text[:2] for (text,) in splits.train.texts} == {"\ufffd "}
 
 
 def test_label_numbers_of_the_model_are_kept(tmp_path):

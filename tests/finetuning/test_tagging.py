@@ -16,6 +16,7 @@ from neobert.finetuning.tagging import (  # noqa: E402
     find_entities,
     is_bio,
     join_words,
+    predicted_tags,
     split_words,
     tag_counts,
     tags_from_spans,
@@ -109,6 +110,14 @@ def test_plain_tags_make_one_entity_per_word():
         Entity(2, 3, "NOUN", 1, 2),
     ]
     assert tag_counts(["NOUN", "VERB"], ["NOUN", "NOUN"], bio=False) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("labels", [["N", "V"], ["O", "V"]])
+def test_truncated_words_are_outside(labels):
+    """A word without logits has the tag `O`, which is no entity, even if `O` is no label."""
+    tags = predicted_tags(labels, np.array([[0, 1], [0, 0]]), np.array([True, False]))
+    assert tags == ["V", "O"]
+    assert len(find_entities(tags, [(0, 1), (2, 3)], bio=False)) == 1
 
 
 def test_entities_match_seqeval():

@@ -4,6 +4,7 @@ Predictions are compared with those of transformers pipelines and models, and wi
 """
 
 import csv
+import io
 import json
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from helpers import finetune_runs as runs
+from helpers.hub_cache import add_to_cache
 from helpers.jsonl import write_jsonl
 from helpers.paths import ROOT
 from transformers import (
@@ -147,6 +149,25 @@ def test_probabilities_match_pipeline_with_temperature(tmp_path, model):
     assert (summary.rows, summary.missing, summary.truncation.texts) == (24, 0, 0)
 
 
+def test_task_json_of_a_hub_model_is_read(tmp_path, model, monkeypatch):
+    """A model on the Hub has the temperature and the maximum length of its task.json."""
+    add_to_cache(monkeypatch, tmp_path / "hub", model, "user/model")
+    expected, _ = run(tmp_path, rows_of(TEXTS), model, output="local.jsonl")
+    predictions, _ = run(tmp_path, [], "user/model")
+    assert predictions == expected
+
+
+def test_hub_model_without_task_json(tmp_path, monkeypatch):
+    """Offline, a classifier in the cache without a task.json has the labels of its config.json."""
+    folder = write_classifier(tmp_path / "model")
+    add_to_cache(monkeypatch, tmp_path / "hub", folder, "user/model")
+    expected, _ = run(tmp_path, rows_of(TEXTS), folder, output="local.jsonl")
+    predictions, _ = run(tmp_path, [], "user/model")
+    assert predictions == expected
+    with pytest.raises(UserError, match="user/other cannot be loaded"):
+        run(tmp_path, [], "user/other", output="other.jsonl")
+
+
 def test_multi_label_and_regression(tmp_path):
     """Check the predictions of a multi-label model and of a regression model."""
     folder = write_classifier(tmp_path / "many", problem_type="multi_label_classification")
@@ -275,6 +296,19 @@ def test_entity_positions_with_windows(tmp_path, tagger):
         assert before["end"] <= after["start"]
 
 
+def test_truncated_words_have_no_tag_without_outside_label(tmp_path):
+    """With plain tags, words beyond the maximum length get neither an entity nor a tag."""
+    names = ["N", "V"]
+    folder = write_classifier(tmp_path / "model", NeoBERTForTokenClassification, labels=names)
+    write_task(folder, task="tokens", labels=names, max_length=5)
+    rows = [{"text": ["the", "good", "film", "is", "long"]}]
+    for output in ("out.jsonl", "out.parquet"):
+        predictions, _ = run(tmp_path, rows, folder, output=output)
+        assert len(predictions[0]["prediction"]) == 3
+        tags = predictions[0]["predicted_tags"]
+        assert set(tags[:3]) <= set(names) and tags[3:] == [None, None]
+
+
 def test_logits_are_averaged_over_windows(tmp_path, model):
     """The logits of a long text are the mean of the logits of its windows."""
     long = " ".join(f"Sentence {n} is good." for n in range(40))
@@ -325,6 +359,28 @@ def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):
     assert [row["text"] for row in predictions] == ['a "quoted", text', "", "été"]
     # The second row has no text, and therefore no prediction.
     assert predictions[1]["prediction"] == "" and predictions[2]["prediction"] in LABELS
+
+
+def test_line_breaks_in_a_csv_are_quoted(tmp_path, model):
+    """A lone carriage return in a cell or a column name does not end a row of a CSV output."""
+    rows = [{"text": text, "a\rb": "1"} for text in ("x\ry", "x\ny", "x\r\ny", "plain", 'q"q')]
+    run(tmp_path, rows, model, output="out.csv")
+    content = (tmp_path / "out.csv").read_bytes().decode()
+    assert content.startswith('text,"a\rb",prediction,probability\n"x\ry",1,')
+    assert content.endswith("\n") and "\nplain,1," in content
+    table = list(csv.reader(io.StringIO(content, newline="")))
+    assert [row[0] for row in table[1:]] == [row["text"] for row in rows]
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.csv"])
+def test_lone_surrogates_are_predicted(tmp_path, model, tagger, output):
+    """One half of a surrogate pair is predicted as U+FFFD, and copied unchanged."""
+    predictions, _ = run(tmp_path, rows_of(["good \ud83d", "good \ufffd"]), model, output=output)
+    assert predictions[0]["probability"] == predictions[1]["probability"]
+    # Lone surrogates are escapes in the output.
+    assert "good \\ud83d" in (tmp_path / output).read_text(encoding="utf-8")
+    predictions, _ = run(tmp_path, [], tagger, output=f"tagged-{output}")
+    assert predictions[1]["prediction"] == predictions[0]["prediction"]
 
 
 def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
@@ -390,6 +446,20 @@ def test_existing_files_are_kept(tmp_path, model):
     with pytest.raises(UserError, match="already exists, and is no output of neobert predict"):
         run(tmp_path, rows_of(TEXTS), model)
     assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "output"),
+    [("*.jsonl", "b.jsonl"), ("**/*.csv", "b.csv"), ("*.json", "b.csv"), ("*/*.json", "b.csv")],
+)
+def test_a_glob_that_matches_the_output_is_refused(tmp_path, model, pattern, output):
+    """A glob that matches the output, its record or its parts is refused."""
+    (tmp_path / "deep").mkdir()
+    for name in ("a.jsonl", "a.json", "deep/a.csv", "deep/a.json"):
+        (tmp_path / name).write_text("text\n" if name.endswith("csv") else '{"text": "a"}\n')
+    options = ["--model", str(model), "--dtype", "float32"]
+    with pytest.raises(UserError, match="`output` must not contain files that the glob"):
+        command.main([str(tmp_path / pattern), str(tmp_path / output), *options])
 
 
 def test_a_model_without_a_head_is_refused(tmp_path):

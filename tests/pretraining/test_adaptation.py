@@ -7,6 +7,7 @@ the defaults that depend on the model, the texts and the device.
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,8 +179,9 @@ def test_recipe_defaults_for_a_small_model_on_cpu(corpus, start, tmp_path, monke
     assert result["max_length"] == 64
     assert result["environment"]["dtype"] == "float32"
     assert result["learning_rate"] == pytest.approx(3e-4 * 768 / 32)
-    tokens = int(load_prepared(tmp_path / "out" / "prepared" / "train").lengths.sum())
-    assert result["steps"] == -(-3 * tokens // 4096)
+    # The texts of 5,450 tokens form two batches per epoch.
+    texts = load_prepared(tmp_path / "out" / "prepared" / "train")
+    assert result["steps"] == 3 * _batches_per_epoch(texts, 4096, seed=0, max_length=64) == 6
 
 
 def test_epochs_are_converted_to_steps():
@@ -189,6 +191,20 @@ def test_epochs_are_converted_to_steps():
     # The first source is exhausted after 100 / 0.5 = 200 texts, and the second one after 400. The
     # epoch ends with the first source.
     assert schedule.steps_of_epochs(2, [100, 200], [0.5, 0.5], 64) == 7
+
+
+def _batches_per_epoch(texts, batch_tokens, seed=7, max_length=32):
+    """Return the number of batches of complete texts of the first epoch, in a loop over them."""
+    order = np.arange(len(texts.lengths), dtype=np.uint32)
+    np.random.default_rng([seed, 0, 0]).shuffle(order)
+    count = 1
+    size = 0
+    for length in texts.lengths[order].clip(max=max_length).tolist():
+        if size + length > batch_tokens:
+            count += 1
+            size = 0
+        size += length
+    return count
 
 
 def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
@@ -201,7 +217,10 @@ def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
 
     assert steps(max_steps=7) == 7
     texts = load_prepared(corpus / "prepared" / "train")
-    assert steps(num_train_epochs=2, max_steps=10_000) == -(-2 * int(texts.lengths.sum()) // 256)
+    # Batches of complete sequences have fewer than 256 tokens, so there are more of them.
+    count = _batches_per_epoch(texts, 256)
+    assert count > -(-int(texts.lengths.sum()) // 256)
+    assert steps(num_train_epochs=2, max_steps=10_000) == 2 * count
     assert steps(num_train_epochs=2, max_steps=5) == 5
 
     # The size of a batch is a number of texts, and the corpus has 360 texts.
@@ -212,8 +231,52 @@ def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
     }
     assert steps(num_train_epochs=2, max_steps=10_000, **batch_options) == 2 * 360 // 12
 
+    # A text of n tokens without [CLS] and [SEP] is split into windows of 6 tokens.
+    batch_options |= {"long_texts": "split", "max_length": 8}
+    window_count = sum(-(-(length - 2) // 6) for length in texts.lengths.tolist())
+    assert window_count > 360
+    expected = -(-2 * window_count // 12)
+    assert steps(num_train_epochs=2, max_steps=10_000, **batch_options) == expected
+
     with pytest.raises(UserError, match="`num_train_epochs` needs prepared text"):
         steps(num_train_epochs=2, streaming="true")
+
+
+def test_scheduler_options_without_a_scheduler_change_the_default(corpus, tmp_path):
+    """Check that `lr_scheduler_kwargs` without a type override values of the paper's schedule."""
+    arguments = [*arguments_of(corpus, tmp_path), "--lr-scheduler-kwargs"]
+    training = pretrain.read_run([*arguments, "{min_lr_ratio: 0.5}"]).training
+    expected = schedule.paper_schedule(8, 2)["lr_scheduler_kwargs"] | {"min_lr_ratio": 0.5}
+    assert training.lr_scheduler_type == "warmup_stable_decay"
+    assert training.lr_scheduler_kwargs == expected
+    with pytest.raises(UserError, match="`lr_scheduler_kwargs` must be a mapping, got 'half'"):
+        pretrain.read_run([*arguments, "half"])
+
+
+def test_warmup_ratio_of_transformers_4(corpus, tmp_path, monkeypatch):
+    """Check that `warmup_ratio`, which transformers 5 lacks, determines the warmup steps."""
+    settings = {}
+    monkeypatch.setattr(
+        schedule,
+        "training_arguments",
+        lambda output, values, fixed: settings.update(values) or _FakeTrainingArguments(values),
+    )
+    options = pretrain.read_run(arguments_of(corpus, tmp_path)).options
+    for values, steps in (
+        ({"warmup_ratio": 0.5}, 4),
+        ({"warmup_ratio": 0.5, "warmup_steps": 0}, 4),
+        ({"warmup_ratio": 0.5, "warmup_steps": 3}, 3),
+        ({"warmup_ratio": 0.0}, 0),
+    ):
+        schedule.make_training_arguments(dataclasses.replace(options, trainer=values))
+        assert settings["warmup_steps"] == steps, values
+
+
+def test_tokens_are_counted_by_the_command_alone(corpus, tmp_path):
+    """Check that Trainer's own count, which would be added to that of the command, is refused."""
+    arguments = [*arguments_of(corpus, tmp_path), "--include-num-input-tokens-seen", "all"]
+    with pytest.raises(UserError, match="`include_num_input_tokens_seen` is set to False by this"):
+        pretrain.read_run(arguments)
 
 
 @pytest.mark.parametrize("hidden_size, expected", [(192, 1.2e-3), (768, 3e-4), (1024, 3e-4)])

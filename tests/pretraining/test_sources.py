@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from neobert.common.errors import UserError
 from neobert.common.identity import tokenizer_fingerprint
 from neobert.pretraining import sources
-from neobert.pretraining.prepared import load_prepared
+from neobert.pretraining.prepared import load_prepared, token_ids
 from neobert.pretraining.sources import content_hash, parse_sources, source_digest
+from neobert.pretraining.tokenizer import count_words
 
 
 def test_prepared_texts_exclude_empty_rows(tmp_path, tokenizer):
@@ -83,6 +84,34 @@ def test_hub_name_with_subset_and_revision(tmp_path, monkeypatch):
     # In the name of an existing file, a colon and an @ have no special meaning.
     (tmp_path / "a:b@c.txt").write_text("a river\n")
     assert rows_of(str(tmp_path / "a:b@c.txt")) == ["a river"]
+
+
+def test_globs_with_at_signs_and_home_directories(tmp_path, monkeypatch):
+    """Check that a glob or a path is not split at an @ or a colon, and that ~ is expanded."""
+    (tmp_path / "a:b@c").mkdir()
+    (tmp_path / "a:b@c" / "x.txt").write_text("a river\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{tmp_path}/a:b@c/*.txt", "a:b@c/?.txt", "~/a:b@c", "~/a:b@c/[x].txt"):
+        assert rows_of(name) == ["a river"], name
+        assert source_digest(parse_sources(name))
+
+    for name in ("./a@b", "/a@b", "~a@b/c"):
+        (source,) = parse_sources(name)
+        assert (source.name, source.revision, source.kind) == (name, None, "files")
+
+
+def test_lone_surrogates_are_replaced(tmp_path, tokenizer):
+    """Check that one half of a surrogate pair, which no tokenizer can encode, becomes U+FFFD."""
+    rows = ['{"text": "a \\ud800 river"}', '{"text": "green stone"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    assert rows_of(str(tmp_path / "a.jsonl")) == ["a \ufffd river", "green stone"]
+    assert prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", tokenizer)["kept"] == 2
+
+    # Rows of other datasets are not read by `common.data`.
+    assert token_ids(tokenizer, ["\ud800 river"]) == token_ids(tokenizer, ["\ufffd river"])
+    words, _ = count_words([{"text": "a \udfff river"}], 100, tokenizer.backend_tokenizer)
+    assert words["river"] == 1
 
 
 def test_paths_are_not_looked_up_on_the_hub(tmp_path, monkeypatch):

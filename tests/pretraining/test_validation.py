@@ -8,6 +8,7 @@ training, and invalid validation sets.
 import json
 import math
 
+import fsspec
 import pytest
 import torch
 from accelerate import Accelerator
@@ -262,6 +263,22 @@ def test_validation_link_to_a_training_file_is_rejected(tmp_path):
     sets = parse_validation({"a": str(tmp_path / "other.txt")})
     with pytest.raises(UserError, match="must not contain training texts"):
         check_validation_sets(sets, parse_sources(str(tmp_path / "train.txt")))
+
+
+def test_validation_url_of_training_texts_is_rejected(tmp_path):
+    """Check that a validation URL is refused if it is also a URL or a path of training texts."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/urls/train.txt": b"a text\n", "/urls/other.txt": b"another text\n"})
+    (tmp_path / "train.txt").write_text("a text\n")
+    pairs = [
+        ("memory://urls/train.txt", "memory://urls"),
+        (f"file://{tmp_path}/train.txt", str(tmp_path)),
+    ]
+    for validation, train in pairs:
+        sets = parse_validation({"a": validation})
+        with pytest.raises(UserError, match="must not contain training texts"):
+            check_validation_sets(sets, parse_sources(train))
+        check_validation_sets(sets, parse_sources("memory://urls/other.txt"))
 
 
 def test_evaluate_only_requires_validation_texts(corpus, tmp_path):

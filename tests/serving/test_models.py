@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from helpers.hub_cache import add_to_cache
 from helpers.serving import (
     ENCODER,
     embeddings_of,
@@ -155,6 +156,15 @@ def test_temperature_and_max_length_of_task_json(tmp_path):
     expected = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
     assert long.status_code == 400 and "at most 16 tokens, got 17" in long.json()["error"]
+
+
+def test_task_json_of_a_hub_model_is_read(tmp_path, monkeypatch):
+    """A classifier on the Hub has the temperature and the maximum length of its task.json."""
+    save_classifier(tmp_path / "topics", 3)
+    (tmp_path / "topics" / "task.json").write_text('{"temperature": 2.5, "max_length": 16}')
+    add_to_cache(monkeypatch, tmp_path / "hub", tmp_path / "topics", "user/topics")
+    model = load("user/topics", "classifier")
+    assert (model.name, model.temperature, model.max_length) == ("user/topics", 2.5, 16)
 
 
 def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):

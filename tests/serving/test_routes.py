@@ -331,6 +331,12 @@ def test_openai_error_format(client, path, body, status, message):
         ("/v1/rerank", {"query": "a", "documents": ["b"], "model": "other"}, 404, "got 'other'."),
         ("/v2/rerank", {"query": "a", "documents": []}, 400, "must have at least 1 item"),
         ("/v2/rerank", {"documents": ["a"]}, 400, "`query` is required."),
+        (
+            "/v2/rerank",
+            {"query": "a " * 50_000, "documents": ["b"] * 101, "truncate": True},
+            413,
+            "must have at most 10000000 characters in total, got 10100101. Send fewer or shorter",
+        ),
     ],
 )
 def test_cohere_error_format(client, path, body, status, message):

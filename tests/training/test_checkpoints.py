@@ -119,6 +119,30 @@ def test_run_without_valid_checkpoint_starts_from_the_beginning(tmp_path, caplog
     assert "There is no other checkpoint." in caplog.text
 
 
+def test_complete_but_unreadable_checkpoints_are_not_removed(whole, tmp_path):
+    """Check that a run whose complete checkpoints all lack a file stops, and removes none of them.
+
+    A checkpoint that a killed process has left behind, with a missing or truncated last file, is
+    removed, and the run starts from the beginning.
+    """
+    folder = tmp_path / "out"
+    shutil.copytree(whole[0], folder)
+    steps = list(checkpoints.checkpoints(folder))
+    for path in folder.glob("checkpoint-*/optimizer.pt"):
+        path.unlink()
+    message = "must be readable, got checkpoint-2, checkpoint-4, .* Restore their files, or remove"
+    with pytest.raises(UserError, match=message):
+        checkpoints.train(trainer(folder))
+    assert list(checkpoints.checkpoints(folder)) == steps
+
+    for step in steps[2:]:
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / "checkpoint-2" / "trainer_state.json").unlink()
+    (folder / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 0.')
+    assert checkpoints._step_to_resume(folder) is None
+    assert not checkpoints.checkpoints(folder)
+
+
 @pytest.mark.parametrize("more", [{}, {"enable_jit_checkpoint": True}], ids=str)
 def test_run_stopped_by_sigterm_resumes(whole, tmp_path, more):
     """Check that SIGTERM writes a checkpoint and ends the run, which can then be resumed.

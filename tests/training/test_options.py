@@ -5,9 +5,11 @@ import os
 import huggingface_hub
 import pytest
 import torch
+import transformers
 
 from neobert.common.errors import UserError
-from neobert.training.options import number_options, training_arguments
+from neobert.finetuning.finetune_options import FINETUNE
+from neobert.training.options import number_options, training_arguments, warmup_options
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
@@ -41,6 +43,7 @@ def test_training_arguments(tmp_path, monkeypatch):
     options = {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}
     args = training_arguments(tmp_path, options, {"seed": 5, "use_cpu": True})
     assert (args.max_steps, args.seed, args.use_cpu, args.output_dir) == (3, 5, True, str(tmp_path))
+    assert not args.save_only_model and not args.logging_nan_inf_filter
     # The token must not be an argument, because Trainer writes its arguments to every checkpoint.
     assert args.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret"
 
@@ -48,6 +51,50 @@ def test_training_arguments(tmp_path, monkeypatch):
     args = training_arguments(tmp_path, {"report_to": "none"}, {})
     assert args.use_cpu is not torch.accelerator.is_available()
     assert not list(tmp_path.iterdir()), "no file must be written"
+
+
+@pytest.mark.parametrize(
+    "version, warmup_steps, options",
+    [
+        ("4.57.6", 0.1, {"warmup_ratio": 0.1}),
+        ("4.57.6", 3.0, {"warmup_steps": 3}),
+        ("4.57.6", 0.0, {"warmup_steps": 0}),
+        ("5.24.0", 0.1, {"warmup_steps": 0.1}),
+        ("5.24.0", 3.0, {"warmup_steps": 3.0}),
+    ],
+)
+def test_warmup_options_of_both_major_versions(monkeypatch, version, warmup_steps, options):
+    """transformers 4 requires an integer in `warmup_steps`, and a fraction in `warmup_ratio`."""
+    monkeypatch.setattr(transformers, "__version__", version)
+    result = warmup_options(warmup_steps)
+    assert result == options
+    assert version[0] == "5" or not isinstance(result.get("warmup_steps"), float)
+
+
+def test_warmup_steps_may_be_a_fraction(tmp_path, monkeypatch):
+    """A command passes its warmup in the form of the installed version of transformers."""
+    args = training_arguments(tmp_path, {"warmup_steps": 0.1, "report_to": "none"}, {})
+    assert args.get_warmup_steps(50) == 5
+
+    calls = []
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    training_arguments(
+        tmp_path,
+        {"warmup_steps": 0.1, "warmup_ratio": 0.2},
+        {},
+        base=lambda **values: calls.append(values),
+    )
+    training_arguments(tmp_path, {"warmup_steps": 0.1}, {}, base=lambda **v: calls.append(v))
+    assert [values["warmup_ratio"] for values in calls] == [0.2, 0.1]
+    assert not any("warmup_steps" in values for values in calls)
+
+
+def test_command_line_accepts_a_fraction_with_the_types_of_transformers_4(monkeypatch):
+    """`--warmup-steps` is a number, although transformers 4 declares an integer."""
+    types = {**transformers.TrainingArguments.__annotations__, "warmup_steps": int}
+    monkeypatch.setattr(transformers.TrainingArguments, "__annotations__", types)
+    words = "rows.csv --text-column a --label-column b --model m --output o --warmup-steps 0.05"
+    assert FINETUNE.read(words.split()).trainer["warmup_steps"] == 0.05
 
 
 @pytest.mark.parametrize(
@@ -61,6 +108,9 @@ def test_training_arguments(tmp_path, monkeypatch):
             "`gradient_accumulation_steps` must be an integer, at",
         ),
         ({"num_train_epochs": 0.0}, "`num_train_epochs` must be a number, greater than 0, got 0.0"),
+        ({"save_only_model": True}, "`save_only_model` is set to False by this command, got True"),
+        ({"logging_nan_inf_filter": True}, "`logging_nan_inf_filter` is set to False by this"),
+        ({"warmup_ratio": 1.0}, "`warmup_ratio` must be a number, at least 0"),
         ({"max_steps": 0}, "`max_steps` must be at least 1, or -1 to train for"),
     ],
 )
