@@ -35,7 +35,7 @@ def plot_curve(runs: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel("Training time (core hours)")
     axes.set_ylabel("MRR@10 relative to the teacher")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside upper left")
     figure.savefig(path)
 
 

@@ -11,8 +11,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 
-from benchmarks import memory, rerank, server, small_vectors, training
+from benchmarks import memory, rerank, server, small_vectors, training, transfer_curve
 from benchmarks.measuring import in_a_process
 from benchmarks.memory import CONTRACT
 from benchmarks.training import TrainingOptions, draw_batch, forward_operations
@@ -277,3 +278,24 @@ def test_small_embeddings_are_searched_and_rescored():
     embeddings = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
     _, figures = small_vectors.measure(lambda part: embeddings, tests)
     assert figures["a"]["float32"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)
+
+
+# ------------------------------------------------------------------------------------------------
+# plot of training time
+
+
+def test_curve_has_a_line_for_each_series(tmp_path, monkeypatch):
+    """The plot shows ratios to the teacher against core hours."""
+    series = {"a": [{"minutes": 30, "mrr": 0.3}, {"minutes": 60, "mrr": 0.4}], "b": []}
+    (tmp_path / "runs.json").write_text(json.dumps({"teacher": 0.5, "series": series}))
+    lines = []
+    plot = Axes.plot
+
+    def recorded_plot(self, x, y, **kwargs):
+        lines.append((x, y, kwargs["label"]))
+        return plot(self, x, y, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", recorded_plot)
+    transfer_curve.main([str(tmp_path / "runs.json"), str(tmp_path / "curve.png")])
+    assert lines == [([0.5, 1.0], [0.6, 0.8], "a"), ([], [], "b")]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
