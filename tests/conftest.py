@@ -4,6 +4,7 @@ All tests run without network access, on one thread and with a fixed seed. The f
 configuration of a tiny model, the golden outputs, the tokenizer and a converted checkpoint.
 """
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -29,6 +30,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_level():
+    """Set the level of the commands, which a test of another process of a run may have changed."""
+    logging.getLogger("neobert").setLevel(logging.INFO)
 
 
 @pytest.fixture
