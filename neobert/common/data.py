@@ -119,7 +119,7 @@ def _find_files(source: str) -> list[File]:
         infos = {path: filesystem.info(path)}
         base = source.rpartition("/")[0]
         path = path.rpartition("/")[0]
-    elif _has_wildcards(source) and not filesystem.isdir(path):
+    elif has_wildcards(source) and not filesystem.isdir(path):
         infos = filesystem.glob(filesystem._strip_protocol(source), detail=True)
         base = _before_wildcards(source)
         path = _before_wildcards(path)
@@ -161,7 +161,7 @@ def check_not_matched(source: str, *outputs: str) -> None:
         UserError: If the source is a glob and matches one of the files.
     """
     filesystem, pattern = fsspec.url_to_fs(with_slashes(source))
-    if not _has_wildcards(source) or filesystem.exists(pattern):
+    if not has_wildcards(source) or filesystem.exists(pattern):
         return
 
     matches = re.compile(glob_translate(pattern)).match
@@ -178,7 +178,8 @@ def check_not_matched(source: str, *outputs: str) -> None:
             )
 
 
-def _has_wildcards(source: str) -> bool:
+def has_wildcards(source: str) -> bool:
+    """Return whether a path or URL can be a glob."""
     return "*" in source or "?" in source or "[" in source
 
 

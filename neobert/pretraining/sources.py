@@ -22,7 +22,7 @@ from datasets import (
     load_from_disk,
 )
 
-from ..common.data import File, file_format, files, numbered_rows
+from ..common.data import File, file_format, files, has_wildcards, numbered_rows
 from ..common.errors import UserError, one_line
 from ..common.options import convert
 
@@ -151,7 +151,7 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source
     is_path = (
         os.path.exists(name)
         or "://" in name
-        or any(sign in name for sign in "*?[")
+        or has_wildcards(name)
         or name.startswith((".", "/", "~"))
     )
     if not is_path:
