@@ -58,14 +58,7 @@ from .student import (
     starts_from_teacher,
     take_embeddings,
 )
-from .transfer import (
-    FITTED_TOKENS,
-    equal_lengths,
-    initialize_blocks,
-    initialize_new_gates,
-    select_layers,
-    widen_feed_forward,
-)
+from .transfer import equal_lengths, initialize_blocks, select_layers
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -272,12 +265,12 @@ class Distillation:
         options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
         encoder = teacher.sentence_transformer
         student = build_student(model, options, encoder, teacher.embedding_dimension)
-        if model.init_from_teacher or model.intermediate_size:
+        if model.init_from_teacher:
             self._transfer_blocks(student, teacher)
         return student
 
     def _transfer_blocks(self, student: SentenceTransformer, teacher: PackedEncoder) -> None:
-        """Initialize the student, or the gates that it gets, from layers of the teacher.
+        """Initialize the student from layers of the teacher.
 
         The result is stored in the work directory, so that a resumed run does not repeat it.
         """
@@ -299,10 +292,6 @@ class Distillation:
             options.student.embedding_dtype,
             f"{model.transfer_steps} {options.student.max_length} {self.training.bf16}",
         ]
-        if model.intermediate_size:
-            settings.append(f"{model_digest(str(model.init_from))} {model.intermediate_size}")
-            old_size = student_model.config.ffn_inner_size
-            widen_feed_forward(student_model, model.intermediate_size)
         texts = self.texts.train
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
         path = options.work_folder / "vectors" / name
@@ -311,21 +300,18 @@ class Distillation:
             if not path.is_file():
                 # Every n-th text, because the texts of several files are in the order of the files.
                 tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])
-                # New gates are fitted, but not trained.
-                count = FITTED_TOKENS if model.intermediate_size else TRANSFER_TOKENS
-                batches = [batch.to(self.training.device) for batch in equal_lengths(tokens, count)]
-                student_model.to(self.training.device)
-                if model.intermediate_size:
-                    initialize_new_gates(student_model, layers, batches, old_size)
-                else:
-                    initialize_blocks(
-                        student_model,
-                        layers,
-                        batches,
-                        model.transfer_steps,
-                        STORED_AS[options.student.embedding_dtype],
-                        self.training.bf16,
-                    )
+                batches = [
+                    batch.to(self.training.device)
+                    for batch in equal_lengths(tokens, TRANSFER_TOKENS)
+                ]
+                initialize_blocks(
+                    student_model.to(self.training.device),
+                    layers,
+                    batches,
+                    model.transfer_steps,
+                    STORED_AS[options.student.embedding_dtype],
+                    self.training.bf16,
+                )
 
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with new_file(path) as file:

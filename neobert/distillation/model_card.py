@@ -59,18 +59,12 @@ def write_card(
         explanation += f" Texts of types that the student was not trained on: {other_names}."
     warning = f"**Warning:** {result['warning']}\n\n" if result["warning"] else ""
 
+    # Only --init-from-teacher takes layers of the teacher.
     start = ""
-    layers = listed(result["teacher_layers"])
-    if options.model.init_from_teacher:
+    if result["teacher_layers"]:
         start = (
-            f" The blocks were initialized from the layers {layers} of the teacher, with "
-            f"{options.model.transfer_steps} training steps each."
-        )
-    elif options.model.intermediate_size:
-        start = (
-            " The feed-forward layers were widened to an `intermediate_size` of "
-            f"{options.model.intermediate_size:,} with neurons of the layers {layers} of the "
-            "teacher."
+            f" The blocks were initialized from the layers {listed(result['teacher_layers'])} of "
+            f"the teacher, with {options.model.transfer_steps} training steps each."
         )
 
     licenses = [[source.name, source.license or "not stated"] for source in sources]

@@ -43,17 +43,10 @@ class ModelOptions(OptionGroup):
         "Initialize the blocks of a new student from layers of the teacher, one after the other. "
         "The teacher must be a BERT with the hidden size and the number of heads of the student.",
     )
-    intermediate_size: Annotated[int, Meta(ge=1)] | None = option(
-        None,
-        "Widen the feed-forward layers of --init-from to this `intermediate_size`. The new gates "
-        "are neurons of layers of the teacher, which must be a BERT, and have no effect before "
-        "the training.",
-    )
     teacher_layers: list[Annotated[int, Meta(ge=0)]] = option(
         default_factory=list,
-        help="Layers of the teacher for --init-from-teacher and --intermediate-size, counted from "
-        "0, one per block of the student. By default the lowest and the highest ones, such as "
-        "0 1 4 5 of 6.",
+        help="Layers of the teacher for --init-from-teacher, counted from 0, one per block of the "
+        "student. By default the lowest and the highest ones, such as 0 1 4 5 of 6.",
     )
     transfer_steps: Annotated[int, Meta(ge=0)] = option(
         400, "Training steps of each block for --init-from-teacher, of 2,048 tokens each."
@@ -80,16 +73,8 @@ class ModelOptions(OptionGroup):
                 "`init_from_teacher` initializes a new student, but `init_from` names an existing "
                 "one. Remove one of them."
             )
-        if self.intermediate_size and not self.init_from:
-            raise UserError(
-                "`intermediate_size` widens an existing student, which --init-from must name. Pass "
-                "the `intermediate_size` of a new student in `model_config`."
-            )
-        if self.teacher_layers and not (self.init_from_teacher or self.intermediate_size):
-            raise UserError(
-                "`teacher_layers` has no effect without --init-from-teacher or "
-                "--intermediate-size. Pass one of them."
-            )
+        if self.teacher_layers and not self.init_from_teacher:
+            raise UserError("`teacher_layers` has no effect without --init-from-teacher. Pass it.")
         check_model_fields(self.model_config, "model_config")
 
 

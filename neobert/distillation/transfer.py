@@ -28,7 +28,7 @@ from torch import nn
 
 from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
-from ..modeling_neobert import NeoBERTSwiGLU, rotary_embeddings
+from ..modeling_neobert import rotary_embeddings
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -274,65 +274,6 @@ def initialize_blocks(
         student.layer_norm.weight.fill_(float(_flat(after).square().mean().sqrt()))
 
 
-@torch.no_grad()
-def widen_feed_forward(student: Any, intermediate_size: int) -> None:
-    """Add gates to the feed-forward of all blocks, without an effect on the output.
-
-    The new columns of the down projections are 0, and the new gates are random (Net2Net,
-    arXiv 1511.05641).
-
-    Args:
-        student: `NeoBERTModel` with SwiGLU.
-        intermediate_size: New `intermediate_size` of its configuration.
-
-    Raises:
-        UserError: If the student has a larger feed-forward already.
-    """
-    config = student.config
-    if intermediate_size < config.intermediate_size:
-        raise UserError(
-            f"`intermediate_size` must be at least {config.intermediate_size}, that of the student "
-            f"in --init-from, got {intermediate_size}."
-        )
-
-    config.intermediate_size = intermediate_size
-    for block in student.transformer_encoder:
-        wide = NeoBERTSwiGLU(config).to(block.ffn.w3.weight)
-        old_size = block.ffn.w3.in_features
-        size = wide.w3.in_features
-        wide.w12.weight[:old_size], wide.w12.weight[size : size + old_size] = (
-            block.ffn.w12.weight.chunk(2)
-        )
-        wide.w3.weight.zero_()
-        wide.w3.weight[:, :old_size] = block.ffn.w3.weight
-        block.ffn = wide
-
-
-@torch.no_grad()
-def initialize_new_gates(
-    student: Any, teacher: TeacherLayers, batches: Sequence[torch.Tensor], old_size: int
-) -> None:
-    """Give the gates that `widen_feed_forward` has added to a student neurons of its teacher.
-
-    They are the neurons with the largest influence after those that `initialize_blocks` uses. The
-    output of the student does not change.
-
-    Args:
-        student: `NeoBERTModel` that `check_student` accepts, on the device of the teacher.
-        teacher: Layers of the teacher.
-        batches: Token IDs of texts of equal length per batch, (B, L) each.
-        old_size: Number of gates of each block before.
-    """
-    stream = [student.encoder(token_ids) for token_ids in batches]
-    before = [teacher.embed(token_ids) for token_ids in batches]
-    for block, layer in zip(student.transformer_encoder, teacher.layers):
-        after = [teacher.run(layer, hidden) for hidden in before]
-        transfer = BlockTransfer(block, layer, teacher, stream, before, after)
-        transfer.fit_new_gates(old_size)
-        stream = [transfer.run(hidden) for hidden in stream]
-        before = after
-
-
 class BlockTransfer:
     """Initialization of one block from one layer.
 
@@ -411,17 +352,32 @@ class BlockTransfer:
         # The output of the attention leads from the states of the student to those of the teacher
         # after the attention, so that it also corrects the difference of the residual streams.
         block = self.block
+        layer = self.layer
         stream = self.stream[: self.fitted]
         outputs = [self._attend(hidden) for hidden in stream]
-        attended = self._attended()
+        attended = _flat(
+            [
+                hidden + self.teacher.attention(layer, hidden)
+                for hidden in self.before[: self.fitted]
+            ]
+        )
         block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(stream)))
 
+        # The influence of a neuron is its deviation over tokens times the length of its output.
         states = _flat([hidden + block.wo(output) for hidden, output in zip(stream, outputs)])
         inputs = _normalize(states)
+        inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
+        influence = F.gelu(inner).std(0) * layer.output.dense.weight.norm(dim=0)
         size = block.ffn.w3.in_features
-        gate, value = self._fit_gates(inputs, attended, slice(size))
+        neurons = influence.argsort(descending=True)[:size]
+
+        # silu(GELU_SLOPE * z) * (1 / GELU_SLOPE) is approximately GELU(z). A ridge regression gives
+        # the constant, because the block has no biases.
+        gate = ridge(inputs, GELU_SLOPE * inner[:, neurons])
+        constant = inputs.new_full((len(inputs), 1), 1 / GELU_SLOPE)
+        value = ridge(inputs, constant).expand_as(gate)
         # Neurons of a larger student that have no counterpart start without an effect.
-        count = len(gate)
+        count = len(neurons)
         block.ffn.w12.weight[:count] = gate
         block.ffn.w12.weight[size : size + count] = value
         block.ffn.w3.weight.zero_()
@@ -432,26 +388,6 @@ class BlockTransfer:
         target = _flat(self.after[: self.fitted])
         target = target * nearest_length(target, states)
         block.ffn.w3.weight[:, :count] = ridge(activations, target - states)
-
-    @torch.no_grad()
-    def fit_new_gates(self, old_size: int) -> None:
-        """Fit the gates that `widen_feed_forward` has added to a block, which is not changed else.
-
-        Args:
-            old_size: Number of gates that the block had before.
-        """
-        block = self.block
-        stream = self.stream[: self.fitted]
-        states = _flat([hidden + block.wo(self._attend(hidden)) for hidden in stream])
-        size = block.ffn.w3.in_features
-        gate, value = self._fit_gates(
-            block.ffn_norm(states), self._attended(), slice(old_size, size)
-        )
-
-        # Gates without a counterpart in the teacher remain random.
-        stop = old_size + len(gate)
-        block.ffn.w12.weight[old_size:stop] = gate
-        block.ffn.w12.weight[size + old_size : size + stop] = value
 
     def train_block(self, steps: int, bf16: bool = False) -> None:
         """Train all matrices on the attention and the hidden states of the teacher."""
@@ -484,36 +420,6 @@ class BlockTransfer:
         """Return the output of the block, (B, L, D)."""
         hidden = hidden + self.block.wo(self._attend(hidden))
         return hidden + self.block.ffn(self.block.ffn_norm(hidden))
-
-    def _attended(self) -> torch.Tensor:
-        """Return the states of the teacher after the attention, before the LayerNorm, (T, D)."""
-        before = self.before[: self.fitted]
-        return _flat([hidden + self.teacher.attention(self.layer, hidden) for hidden in before])
-
-    def _fit_gates(
-        self, inputs: torch.Tensor, attended: torch.Tensor, chosen: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gates that reproduce neurons of the teacher.
-
-        Args:
-            inputs: Inputs of the student's feed-forward, (T, D).
-            attended: States of the teacher as `_attended` returns them, (T, D).
-            chosen: Neurons to reproduce, counted from the one with the largest influence.
-
-        Returns:
-            The rows of the gates and of the values, (N, D) each.
-        """
-        # The influence of a neuron is its deviation over tokens times the length of its output.
-        layer = self.layer
-        inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
-        influence = F.gelu(inner).std(0) * layer.output.dense.weight.norm(dim=0)
-        neurons = influence.argsort(descending=True)[chosen]
-
-        # silu(GELU_SLOPE * z) * (1 / GELU_SLOPE) is approximately GELU(z). A ridge regression gives
-        # the constant, because the block has no biases.
-        gate = ridge(inputs, GELU_SLOPE * inner[:, neurons])
-        constant = inputs.new_full((len(inputs), 1), 1 / GELU_SLOPE)
-        return gate, ridge(inputs, constant).expand_as(gate)
 
     def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated queries, rotated keys, and values, (B, H, L, K) each."""

@@ -21,13 +21,11 @@ from neobert.distillation.transfer import (
     choose_layers,
     equal_lengths,
     initialize_blocks,
-    initialize_new_gates,
     nearest_length,
     order_by_energy,
     ridge,
     train,
     unexplained_variance,
-    widen_feed_forward,
 )
 from neobert.modeling_neobert import rotary_embeddings
 
@@ -274,61 +272,6 @@ def test_stored_embeddings_are_rounded_before_the_blocks_are_fitted():
     assert torch.equal(weight.to(torch.float8_e5m2).float(), weight)
 
 
-def test_widened_student_has_the_same_output():
-    """New gates have no effect before the training, and a feed-forward cannot become smaller."""
-    layers = TeacherLayers(encoder_of(bert()), [0, 2])
-    student_model = student(2, inner=48)
-    batches = token_batches(20)
-    initialize_blocks(student_model, layers, batches, steps=5)
-    with torch.no_grad():
-        expected = student_model(input_ids=batches[0]).last_hidden_state
-
-        # Two thirds of an intermediate_size are gates.
-        widen_feed_forward(student_model, 96)
-        initialize_new_gates(student_model, layers, batches, old_size=32)
-        output = student_model(input_ids=batches[0]).last_hidden_state
-
-    assert student_model.config.intermediate_size == 96
-    assert student_model.transformer_encoder[1].ffn.w12.weight.shape == (128, 32)
-    torch.testing.assert_close(output, expected)
-    with pytest.raises(UserError, match="must be at least 96, that of the student"):
-        widen_feed_forward(student_model, 48)
-
-
-def test_new_gates_are_the_next_neurons_of_the_teacher():
-    """Each new gate reproduces GELU(z) of a neuron of the teacher, and not one in use already."""
-    model = bert(layers=1)
-    # Without positions, the states of the student explain most of the activations.
-    torch.nn.init.zeros_(model.embeddings.position_embeddings.weight)
-    layers = TeacherLayers(encoder_of(model), [0])
-    student_model = student(1, inner=48)
-    batches = token_batches(30)
-    initialize_blocks(student_model, layers, batches, steps=0)
-    widen_feed_forward(student_model, 72)
-    initialize_new_gates(student_model, layers, batches, old_size=32)
-
-    # The inputs and the activations of the neurons in the modules of BERT itself.
-    states = {}
-    model.encoder.layer[0].intermediate.register_forward_hook(
-        lambda module, inputs, output: states.update(neurons=output.flatten(0, 1))
-    )
-    block = student_model.transformer_encoder[0]
-    block.ffn.w3.register_forward_hook(
-        lambda module, inputs, output: states.update(gates=inputs[0].flatten(0, -2))
-    )
-    with torch.no_grad():
-        model(input_ids=batches[0])
-        student_model(input_ids=batches[0])
-
-    influence = states["neurons"].std(0) * model.encoder.layer[0].output.dense.weight.norm(dim=0)
-    correlations = torch.corrcoef(torch.cat([states["gates"], states["neurons"]], dim=1).T)
-    nearest = correlations[:48, 48:].abs().argmax(1)
-    # Every gate has a neuron of its own, and the new gates have those of less influence.
-    assert len(set(nearest.tolist())) > 40
-    assert influence[nearest[32:]].mean() < influence[nearest[:32]].mean()
-    assert correlations[range(32, 48), 48 + nearest[32:]].mean() > 0.8
-
-
 # ------------------------------------------------------------------------------------------------
 # complete runs
 
@@ -398,27 +341,6 @@ def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypat
     assert second["comparison"] == first["comparison"]
 
 
-def test_a_run_widens_a_student(tmp_path, tokenizer_dir):
-    """A run with --intermediate-size starts with the quality of its student, and is wider."""
-    teacher = write_teacher(tmp_path, tokenizer_dir)
-    assert distill(tmp_path, teacher) == 0
-    (tmp_path / "out").rename(tmp_path / "narrow")
-
-    options = ["--init-from", str(tmp_path / "narrow"), "--intermediate-size", "192"]
-    options += ["--init-from-teacher", "false", "--model-config", "{}"]
-    assert distill(tmp_path, teacher, *options) == 0
-
-    comparisons = [
-        json.loads((tmp_path / name / "figures.json").read_text())["comparison"]
-        for name in ("narrow", "out")
-    ]
-    assert comparisons[1]["start"] == pytest.approx(comparisons[0]["student"], abs=1e-5)
-    loaded = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
-    assert loaded[0].auto_model.transformer_encoder[0].ffn.w3.in_features == 128
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "widened to an `intermediate_size` of 192 with neurons of the layers 0, 2" in card
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -464,7 +386,6 @@ def test_contradictory_options_are_refused(capsys):
     for options, message in (
         (["--init-from-teacher", "--init-from", "model"], "Remove one of them"),
         (["--teacher-layers", "0"], "has no effect without --init-from-teacher"),
-        (["--intermediate-size", "96"], "widens an existing student, which --init-from must name"),
     ):
         arguments = ["distill", "teacher", "--texts", "t.txt", "--output", "o", *options]
         assert command(arguments) == 2
