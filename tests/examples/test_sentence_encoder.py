@@ -155,6 +155,7 @@ def test_model_card_tables_match_benchmark_results():
     names = {
         "all-MiniLM-L6-v2, the teacher": "teacher",
         "the teacher with layers 0, 1, 4, 5, without training": "teacher, layers 0, 1, 4, 5",
+        "the teacher with layers 0, 1, 4, 5, fine-tuned": "teacher, layers 0, 1, 4, 5, fine-tuned",
         "this encoder": "ours",
         "paraphrase-MiniLM-L3-v2": "paraphrase-MiniLM-L3-v2, 256 tokens",
         "paraphrase-MiniLM-L3-v2, 128 tokens": "paraphrase-MiniLM-L3-v2, 128 tokens",
