@@ -119,7 +119,7 @@ def _find_files(source: str) -> list[File]:
         infos = {path: filesystem.info(path)}
         base = source.rpartition("/")[0]
         path = path.rpartition("/")[0]
-    elif has_wildcards(source) and not filesystem.isdir(path):
+    elif is_glob(source):
         infos = filesystem.glob(filesystem._strip_protocol(source), detail=True)
         base = _before_wildcards(source)
         path = _before_wildcards(path)
@@ -160,10 +160,10 @@ def check_not_matched(source: str, *outputs: str) -> None:
     Raises:
         UserError: If the source is a glob and matches one of the files.
     """
-    filesystem, pattern = fsspec.url_to_fs(with_slashes(source))
-    if not has_wildcards(source) or filesystem.exists(pattern):
+    if not is_glob(source):
         return
 
+    filesystem, pattern = fsspec.url_to_fs(with_slashes(source))
     matches = re.compile(glob_translate(pattern)).match
     folder = _before_wildcards(pattern)
     for output in outputs:
@@ -178,9 +178,12 @@ def check_not_matched(source: str, *outputs: str) -> None:
             )
 
 
-def has_wildcards(source: str) -> bool:
-    """Return whether a path or URL can be a glob."""
-    return "*" in source or "?" in source or "[" in source
+def is_glob(source: str) -> bool:
+    """Return whether a path or URL has wildcards and is not the name of an existing file."""
+    if not any(sign in source for sign in "*?["):
+        return False
+    filesystem, path = fsspec.url_to_fs(with_slashes(source))
+    return not filesystem.exists(path)
 
 
 def _is_hidden(name: str) -> bool:

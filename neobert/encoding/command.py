@@ -390,7 +390,8 @@ def _check_paths(
 
     # An output inside of the source would be read as input by the next run.
     files = data.files(source)
-    check_disjoint(output, *([] if data.has_wildcards(source) else [source]))
+    if not data.is_glob(source):
+        check_disjoint(output, source)
     parts_folder = f"{output}.work" if is_file else output
     outputs = [f"{parts_folder}/{part_name(file, 0)}" for file in files]
     data.check_not_matched(source, *([output, *outputs] if is_file else outputs))

@@ -22,7 +22,7 @@ from datasets import (
     load_from_disk,
 )
 
-from ..common.data import File, file_format, files, has_wildcards, numbered_rows
+from ..common.data import File, file_format, files, is_glob, numbered_rows
 from ..common.errors import UserError, one_line
 from ..common.options import convert
 
@@ -149,10 +149,7 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source
     subset = ""
     revision = ""
     is_path = (
-        os.path.exists(name)
-        or "://" in name
-        or has_wildcards(name)
-        or name.startswith((".", "/", "~"))
+        os.path.exists(name) or "://" in name or is_glob(name) or name.startswith((".", "/", "~"))
     )
     if not is_path:
         name, _, revision = name.partition("@")

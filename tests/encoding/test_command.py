@@ -517,6 +517,18 @@ def test_a_glob_that_matches_the_output_is_refused(
     embed("data/*.parquet", "data/emb", model_folder, encoder)
 
 
+def test_a_folder_with_brackets_in_its_name_is_not_a_glob(
+    model_folder, encoder, tmp_path, monkeypatch
+):
+    """An output inside of such a folder would be read by the next run, and is refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data[1]").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), "data[1]/a.parquet")
+    with pytest.raises(UserError, match="must not contain each other"):
+        embed("data[1]", "data[1]/emb", model_folder, encoder)
+    embed("data[1]", "emb", model_folder, encoder)
+
+
 @pytest.mark.parametrize("name", ["mine", "mine.parquet", "torn"])
 def test_unrelated_files_and_damaged_parts_are_refused(
     corpus, model_folder, encoder, tmp_path, name
