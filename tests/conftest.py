@@ -34,7 +34,7 @@ def _one_thread_and_a_seed():
 
 @pytest.fixture(autouse=True)
 def _log_level():
-    """Set the level of the commands, which a test of another process of a run may have changed."""
+    """Reset the log level, which the tests of distributed runs change."""
     logging.getLogger("neobert").setLevel(logging.INFO)
 
 
