@@ -39,6 +39,8 @@ MIN_VALIDATION_QUERIES = 20
 MAX_VALIDATION_QUERIES = 500
 # Data with fewer queries is not split.
 MIN_QUERIES_TO_SPLIT = 200
+# Column of the cached rows with the reason why a row is left out.
+LEFT_OUT = "left_out"
 
 
 @dataclass(frozen=True)
@@ -201,19 +203,15 @@ def load_source(source: PairSource) -> "Dataset":
         # A first iteration counts the negatives, because the columns must be known in advance.
         all_rows = _rows(source) if source.negatives else ()
         count = max((len(_negatives(row, source)) for row in all_rows), default=0)
-        names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
-        return Dataset.from_generator(
+        data = Dataset.from_generator(
             _examples,
-            features=Features({name: Value("string") for name in names}),
+            features=Features({name: Value("string") for name in (*_columns(count), LEFT_OUT)}),
             gen_kwargs={"source": source, "count": count, "content": content},
         )
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
         # The library has no exception type for a generator without items.
         if "corresponds to no data" in str(error):
-            raise UserError(
-                f"{source.path} has no row with an anchor and a positive. Pass a file with one "
-                "pair per line."
-            ) from error
+            raise _no_pair(source) from error
 
         # An exception in the generator is the cause of the exception of the library.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -221,6 +219,7 @@ def load_source(source: PairSource) -> "Dataset":
         raise UserError(
             f"the dataset {source.name} ({source.path}) cannot be read: {reason}."
         ) from error
+    return _without_left_out(data, source)
 
 
 def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
@@ -235,27 +234,56 @@ def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
     return data.select_columns(source.columns)
 
 
-def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str]]:
-    """Yield the examples of a dataset, and log how many rows are left out and why."""
-    # The reason of a row that is used is None.
-    reasons: Counter[str | None] = Counter()
+def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str | None]]:
+    """Yield the example of every row, or the reason why the row is left out.
+
+    The library runs this generator only if its cache does not have the result. It must not log.
+
+    Args:
+        source: Dataset.
+        count: Number of negatives of every example.
+        content: Digest of the rows, a part of the cache's key.
+    """
     for row in _rows(source):
         reason = unusable(row, source, count)
-        reasons[reason] += 1
-        if reason is None:
-            yield example(row, source, count)
+        columns = dict.fromkeys(_columns(count)) if reason else example(row, source, count)
+        yield {**columns, LEFT_OUT: reason}
 
-    total = reasons.total()
-    used = reasons.pop(None, 0)
-    if reasons:
-        counts = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+
+def _columns(count: int) -> list[str]:
+    """Return the names of the columns of an example."""
+    return ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
+
+
+def _without_left_out(data: "Dataset", source: PairSource) -> "Dataset":
+    """Return the examples of a dataset, and log how many rows are left out and why.
+
+    Raises:
+        UserError: If all rows are left out.
+    """
+    reasons = data.data.column(LEFT_OUT).to_pylist()
+    used = [i for i, reason in enumerate(reasons) if reason is None]
+    if not used:
+        raise _no_pair(source)
+
+    if len(used) < len(reasons):
+        counts = Counter(reason for reason in reasons if reason)
         logger.warning(
             "%s: %s of %s rows are left out: %s.",
             source.name,
-            f"{total - used:,}",
-            f"{total:,}",
-            counts,
+            f"{counts.total():,}",
+            f"{len(reasons):,}",
+            ", ".join(f"{number:,} {reason}" for reason, number in counts.items()),
         )
+        data = data.select(used)
+    return data.remove_columns(LEFT_OUT)
+
+
+def _no_pair(source: PairSource) -> UserError:
+    return UserError(
+        f"{source.path} has no row with an anchor and a positive. Pass a file with one pair per "
+        "line."
+    )
 
 
 def _join_qrels(source: PairSource) -> "Dataset":

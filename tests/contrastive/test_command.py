@@ -386,6 +386,7 @@ BAD = {
     "a file as output": (["--output", "good.jsonl"], "must not contain each other. Choose another"),
     "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
     "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
+    "only blank positives": (["--pairs", "blank.jsonl"], "blank.jsonl has no row with an anchor"),
 }
 
 
@@ -397,6 +398,7 @@ def test_invalid_input_is_reported(case, model_folder, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "good.jsonl", good)
     write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
     write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
+    write_jsonl(tmp_path / "blank.jsonl", [{"anchor": f"a{i}", "positive": " "} for i in range(5)])
     (tmp_path / "empty.jsonl").touch()
 
     options, message = BAD[case]
