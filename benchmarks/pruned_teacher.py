@@ -9,13 +9,12 @@ it. The options, losses and texts are those of `neobert distill`. The blocks are
 """  # noqa: E501
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from sentence_transformers import SentenceTransformer
 
 from neobert.common.commands import guarded
@@ -26,48 +25,12 @@ from neobert.distillation.command import (
     comparison_table,
     train,
 )
+from neobert.distillation.loss import forward_in_groups
 from neobert.distillation.options import OPTIONS
 from neobert.embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from neobert.training.checkpoints import is_main, training_time
 
 from .open_text import TEACHER_LAYERS, keep_layers
-
-
-# Number of texts that are padded together.
-GROUP_SIZE = 16
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-
-
-def forward_in_groups(
-    forward: Callable[..., Mapping[str, Any]], features: Mapping[str, Any], **kwargs: Any
-) -> dict[str, Any]:
-    """Run a transformer on texts of similar length at a time.
-
-    A batch of random texts is padded to its longest text, so that most tokens are padding. Groups
-    of similar lengths have little padding, and their outputs do not depend on it.
-
-    Args:
-        forward: Method `forward` of the transformer module.
-        features: Tokens of N texts with padding on the right, (N, T) each.
-        **kwargs: Other arguments of the method.
-
-    Returns:
-        The features with "token_embeddings", (N, T, D), which are 0 at the padding.
-    """
-    mask = features["attention_mask"]
-    lengths = mask.sum(1)
-    groups = lengths.argsort().split(GROUP_SIZE)
-
-    outputs = []
-    for rows in groups:
-        longest = int(lengths[rows].max())
-        group = {name: features[name][rows, :longest] for name in INPUTS if name in features}
-        output = forward(group, **kwargs)["token_embeddings"]
-        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, mask.shape[1] - longest)))
-
-    # The inverse permutation restores the order of the texts.
-    order = torch.cat(groups).argsort()
-    return {**features, "token_embeddings": torch.cat(outputs)[order]}
 
 
 class PrunedTeacher(Distillation):

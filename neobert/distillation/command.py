@@ -52,6 +52,7 @@ from .student import (
     STORED_AS,
     balance_student,
     build_student,
+    check_hidden_states,
     embed_single_tokens,
     fit_token_embeddings,
     save_student,
@@ -237,6 +238,8 @@ class Distillation:
         # The default of --embeddings-from-teacher depends on both models, and is resolved here.
         has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
         student = self.initial_student(teacher, has_teacher_start)
+        if self.options.loss.hidden_state_weight:
+            check_hidden_states(student, encoder)
 
         # The main process computes the files first, and the others read them.
         with training.main_process_first(local=False, desc="teacher embeddings"):
@@ -250,7 +253,7 @@ class Distillation:
         if is_main():
             # The evaluation is deterministic, so that a resumed run compares with the same start.
             self._evaluate_before(encoder, student)
-        return self._trainer(student, embeddings)
+        return self._trainer(student, embeddings, encoder)
 
     def initial_student(
         self, teacher: PackedEncoder, has_teacher_start: bool
@@ -345,7 +348,9 @@ class Distillation:
             metrics |= evaluate_retrieval(model, self.queries)
         return metrics
 
-    def _trainer(self, student: SentenceTransformer, embeddings: np.ndarray) -> DistillTrainer:
+    def _trainer(
+        self, student: SentenceTransformer, embeddings: np.ndarray, teacher: SentenceTransformer
+    ) -> DistillTrainer:
         training = self.training
         if self.options.student.compile:
             compile_blocks(student[0].auto_model)
@@ -355,11 +360,13 @@ class Distillation:
         training.dataloader_drop_last = count > training.train_batch_size
         # The label is the number of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
+        options = self.options.loss
+        transformer = teacher[0] if options.hidden_state_weight else None
         trainer = DistillTrainer(
             model=student,
             args=training,
             train_dataset=dataset,
-            loss=DistillLoss(student, self.options.loss, embeddings),
+            loss=DistillLoss(student, options, embeddings, transformer),
             evaluator=self.agreement,
         )
         trainer.add_callback(RunReport())

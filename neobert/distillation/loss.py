@@ -1,6 +1,6 @@
 """Losses of a distillation on pooled embeddings, and the agreement with the teacher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from .options import LossOptions
 NEAREST = 16
 SPREAD = 48
 RANDOM = 64
+# Number of texts that are padded together.
+GROUP_SIZE = 16
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Score of a hidden stored text, the text itself. It is lower than every cosine.
 HIDDEN = -2
 
@@ -103,22 +106,77 @@ def candidates(scores: torch.Tensor) -> torch.Tensor:
     return torch.cat([columns[:, -NEAREST:], spread, sampled], dim=1)
 
 
+def hidden_state_loss(
+    student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Return 1 - cosine between the hidden states of both models, averaged over the tokens.
+
+    Args:
+        student: Last hidden states of the student, (N, T, D).
+        teacher: Last hidden states of the teacher, (N, T, D).
+        mask: 1 at tokens and 0 at padding, (N, T).
+    """
+    cosines = F.cosine_similarity(student.float(), teacher.float(), dim=-1)
+    return 1 - cosines[mask.bool()].mean()
+
+
+def forward_in_groups(
+    forward: Callable[..., Mapping[str, Any]], features: Mapping[str, Any], **kwargs: Any
+) -> dict[str, Any]:
+    """Run a transformer on texts of similar length at a time.
+
+    A batch of random texts is padded to its longest text, so that most tokens are padding. Groups
+    of similar lengths have little padding, and their outputs do not depend on it.
+
+    Args:
+        forward: Method `forward` of the transformer module.
+        features: Tokens of N texts with padding on the right, (N, T) each.
+        **kwargs: Other arguments of the method.
+
+    Returns:
+        The features with "token_embeddings", (N, T, D), which are 0 at the padding.
+    """
+    mask = features["attention_mask"]
+    lengths = mask.sum(1)
+    groups = lengths.argsort().split(GROUP_SIZE)
+
+    outputs = []
+    for rows in groups:
+        longest = int(lengths[rows].max())
+        group = {name: features[name][rows, :longest] for name in INPUTS if name in features}
+        output = forward(group, **kwargs)["token_embeddings"]
+        outputs.append(F.pad(output, (0, 0, 0, mask.shape[1] - longest)))
+
+    # The inverse permutation restores the order of the texts.
+    order = torch.cat(groups).argsort()
+    return {**features, "token_embeddings": torch.cat(outputs)[order]}
+
+
 class DistillLoss(nn.Module):
-    """Weighted sum of 1 - cosine, `similarity_loss` and `memory_bank_loss`, in float32.
+    """Weighted sum of 1 - cosine, `similarity_loss`, `memory_bank_loss` and `hidden_state_loss`.
+
+    All of them are computed in float32.
 
     Args:
         model: Student whose embeddings have the dimension of the teacher's.
         options: Weights, temperature and size of the memory bank.
         embeddings: Embeddings of the training texts by the teacher, (N, D).
+        teacher: Transformer module of the teacher, which `hidden_state_loss` runs on each batch.
     """
 
     bank: torch.Tensor
     stored: torch.Tensor
 
     def __init__(
-        self, model: SentenceTransformer, options: LossOptions, embeddings: np.ndarray
+        self,
+        model: SentenceTransformer,
+        options: LossOptions,
+        embeddings: np.ndarray,
+        teacher: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        # A module would be registered as a submodule, and trained and saved with the student.
+        self.teacher = (teacher,) if teacher else ()
         self.model = model
         self.options = options
         self.embeddings = embeddings
@@ -145,7 +203,9 @@ class DistillLoss(nn.Module):
         """
         # The model adds its outputs to the dictionary, which is copied so that the batch is
         # unchanged.
-        embeddings = self.model(dict(next(iter(features))))["sentence_embedding"].float()
+        inputs = next(iter(features))
+        outputs = self.model(dict(inputs))
+        embeddings = outputs["sentence_embedding"].float()
         teacher = self.teacher_embeddings(labels)
         options = self.options
         temperature = options.similarity_temperature
@@ -162,6 +222,12 @@ class DistillLoss(nn.Module):
                 hidden = labels[:, None] == self.stored
                 similarity = memory_bank_loss(student, teacher, self.bank, temperature, hidden)
                 losses["memory_bank"] = options.memory_bank_weight * similarity
+
+        for module in self.teacher:
+            with torch.no_grad():
+                states = forward_in_groups(module, inputs)["token_embeddings"]
+            loss = hidden_state_loss(outputs["token_embeddings"], states, inputs["attention_mask"])
+            losses["hidden_states"] = options.hidden_state_weight * loss
         return losses
 
 

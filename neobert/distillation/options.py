@@ -164,6 +164,11 @@ class LossOptions(OptionGroup):
     memory_bank_size: Annotated[int, Meta(ge=1)] = option(
         8192, "Number of training texts in the memory bank of teacher embeddings."
     )
+    hidden_state_weight: Annotated[float, Meta(ge=0)] = option(
+        0.0,
+        "Weight of 1 - cosine between the last hidden states of the tokens. The teacher, which "
+        "must have the tokenizer and the hidden size of the student, then runs in every step.",
+    )
     similarity_temperature: Annotated[float, Meta(gt=0)] = option(
         0.05, "Temperature by which similarities are divided."
     )

@@ -188,6 +188,22 @@ def _check_embeddings(student: SentenceTransformer, teacher: SentenceTransformer
         )
 
 
+def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransformer) -> None:
+    """Check that the hidden states of both models can be compared token by token.
+
+    Raises:
+        UserError: If the models have different vocabularies or hidden sizes.
+    """
+    expected = _encoder(teacher).config.hidden_size
+    is_same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
+    if not is_same or _encoder(student).config.hidden_size != expected:
+        raise UserError(
+            "`hidden_state_weight` needs a student with the teacher's vocabulary and hidden_size "
+            f"({expected}). Change the model_config of the student, or pass "
+            "--hidden-state-weight 0."
+        )
+
+
 def embed_single_tokens(teacher: PackedEncoder, count: int) -> np.ndarray:
     """Return the teacher's embeddings of its first `count` tokens, (count, D) float32.
 

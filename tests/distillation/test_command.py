@@ -47,6 +47,7 @@ from neobert.distillation.loss import (
     DistillLoss,
     agreement,
     candidates,
+    hidden_state_loss,
     memory_bank_loss,
     similarity_loss,
 )
@@ -245,6 +246,20 @@ def test_losses_are_scaled_by_their_weights():
     assert is_own_text.sum(1).tolist() == [1, 1, 1, 1]
     expected = 4 * memory_bank_loss(student, teacher, bank, 0.1, is_own_text)
     torch.testing.assert_close(losses["memory_bank"], expected)
+
+
+def test_hidden_state_loss_is_mean_over_tokens_without_padding():
+    student, teacher = torch.randn(2, 2, 4, 8)
+    lengths = [4, 1]
+    mask = torch.arange(4) < torch.tensor(lengths)[:, None]
+
+    distances = []
+    for row, length in enumerate(lengths):
+        for a, b in zip(student[row, :length], teacher[row, :length]):
+            distances.append(1 - torch.dot(a, b) / (a.norm() * b.norm()))
+
+    loss = hidden_state_loss(student, teacher, mask.long())
+    torch.testing.assert_close(loss, torch.stack(distances).mean())
 
 
 def test_spread_candidates_cover_visible_score_range():

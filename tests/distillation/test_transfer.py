@@ -341,6 +341,30 @@ def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypat
     assert second["comparison"] == first["comparison"]
 
 
+def test_hidden_states_are_trained_for_every_token(tmp_path, tokenizer_dir):
+    """With `--hidden-state-weight`, the hidden states become more similar to the teacher's."""
+    teacher = write_teacher(tmp_path, tokenizer_dir)
+    losses = {}
+    cosines = {}
+
+    for weight in ("0", "5"):
+        options = ["--hidden-state-weight", weight, "--max-steps", "30", "--logging-steps", "30"]
+        assert distill(tmp_path, teacher, *options, "--work", str(tmp_path / "work")) == 0
+        figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+        losses[weight] = figures["losses"][-1]
+
+        student = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
+        states = [
+            model.encode(["a grey wolf"], output_value="token_embeddings")[0]
+            for model in (student, SentenceTransformer(teacher, device="cpu"))
+        ]
+        cosines[weight] = float(F.cosine_similarity(*states, dim=-1).mean())
+        (tmp_path / "out").rename(tmp_path / weight)
+
+    assert "hidden_states" not in losses["0"] and losses["5"]["hidden_states"] > 0
+    assert cosines["5"] > cosines["0"] + 0.02
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -379,6 +403,19 @@ def test_incompatible_student_options_are_refused(
     teacher = write_teacher(tmp_path, tokenizer_dir)
     assert distill(tmp_path, teacher, *options) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_hidden_states_of_another_size_are_refused(tmp_path, tokenizer_dir, capsys):
+    """`--hidden-state-weight` with a student of another hidden size ends with an error."""
+    teacher = write_teacher(tmp_path, tokenizer_dir)
+    (tmp_path / "texts.txt").write_text("\n".join(f"the text number {i}" for i in range(900)))
+    arguments = ["distill", teacher, "--texts", str(tmp_path / "texts.txt")]
+    arguments += ["--output", str(tmp_path / "out"), "--hidden-state-weight", "1"]
+    size = {**SIZE, "hidden_size": 16, "num_hidden_layers": 1}
+
+    assert command([*arguments, "--model-config", json.dumps(size)]) == 2
+    assert "vocabulary and hidden_size (32)" in capsys.readouterr().err
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
