@@ -175,7 +175,7 @@ class DistillLoss(nn.Module):
         teacher: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        # A module would be registered as a submodule, and trained and saved with the student.
+        # In a tuple: a module would be registered as a submodule, and saved with the student.
         self.teacher = (teacher,) if teacher else ()
         self.model = model
         self.options = options
