@@ -74,6 +74,10 @@ def write_card(
         f"similarities to a memory bank of {loss.memory_bank_size:,} texts, at temperature "
         f"{loss.similarity_temperature:g}"
     )
+    if loss.hidden_state_weight:
+        losses += (
+            f"; {loss.hidden_state_weight:g} x (1 - cosine) of the last hidden states of each token"
+        )
     # An installed package has no commit.
     commit = f"commit {environment['commit']}, " if environment["commit"] else ""
     text = f"""

@@ -358,6 +358,8 @@ def test_hidden_states_are_trained_for_every_token(tmp_path, tokenizer_dir):
             model.encode(["a grey wolf"], output_value="token_embeddings")[0]
             for model in (student, SentenceTransformer(teacher, device="cpu"))
         ]
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert ("5 x (1 - cosine) of the last hidden states" in card) == (weight == "5")
         cosines[weight] = float(F.cosine_similarity(*states, dim=-1).mean())
         (tmp_path / "out").rename(tmp_path / weight)
 
