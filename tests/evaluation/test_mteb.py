@@ -438,6 +438,7 @@ def test_invalid_input_is_reported(model_folder, tmp_path):
     assert not (tmp_path / "out").exists(), "invalid input created the output directory"
 
 
+@pytest.mark.slow
 def test_wordnet_queries_are_held_out_synsets():
     """The queries of the WordNet tasks are synsets that are held out from the training."""
     from benchmarks.local_text import WORDNET as folder

@@ -178,6 +178,7 @@ def test_make_pairs_requires_enough_rows(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -44,6 +44,7 @@ def script():
     return module
 
 
+@pytest.mark.slow
 def test_each_route_has_the_embeddings_of_its_encoder(script, tmp_path, capsys):
     """The saved router encodes queries and documents with their own encoders."""
     documents = bert_encoder(tmp_path, 384)

@@ -152,6 +152,7 @@ def test_starts_from_mnli_run_with_best_selection_score(tmp_path):
     assert glue.choose_start(options, TASKS["rte"]) == (best.name, str(best / "best"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
 def test_keep_models_option(world, tmp_path, monkeypatch, keep, kept):
     """By default, the weights of a run are saved if its score is higher than all earlier scores.

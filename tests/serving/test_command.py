@@ -34,6 +34,7 @@ def request(address, path, body=None, headers=None):
         return response.read().decode()
 
 
+@pytest.mark.slow
 def test_sigterm_completes_requests_in_progress():
     """After SIGTERM, the server completes the requests in progress and ends with exit code 0."""
     texts = texts_of_all_lengths(400)
