@@ -155,12 +155,11 @@ def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> 
         source: Dataset.
         negative_count: Number of negatives of every example. A shorter list is repeated.
     """
-    columns = {"anchor": lookup(row, source.anchor), "positive": lookup(row, source.positive)}
     # All rows of a dataset must have the same columns, so a short list of negatives is repeated.
     texts = _negatives(row, source)
-    for i in range(negative_count):
-        columns[f"negative_{i + 1}"] = texts[i % len(texts)]
-    return columns
+    negatives = [texts[i % len(texts)] for i in range(negative_count)]
+    values = [lookup(row, source.anchor), lookup(row, source.positive), *negatives]
+    return dict(zip(_columns(negative_count), values))
 
 
 def _negatives(row: Mapping[str, Any], source: PairSource) -> list[str]:
@@ -211,7 +210,10 @@ def load_source(source: PairSource) -> "Dataset":
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
         # The library has no exception type for a generator without items.
         if "corresponds to no data" in str(error):
-            raise _no_pair(source) from error
+            raise UserError(
+                f"{source.path} has no row with an anchor and a positive. Pass a file with one "
+                "pair per line."
+            ) from error
 
         # An exception in the generator is the cause of the exception of the library.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -237,12 +239,13 @@ def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
 def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str | None]]:
     """Yield the example of every row, or the reason why the row is left out.
 
-    The library runs this generator only if its cache does not have the result. It must not log.
+    The library does not run this generator if the result is in its cache, so messages of the
+    generator would be missing from later runs.
 
     Args:
         source: Dataset.
         count: Number of negatives of every example.
-        content: Digest of the rows, a part of the cache's key.
+        content: Digest of the file, or dataset. It is a part of the key of the cache.
     """
     for row in _rows(source):
         reason = unusable(row, source, count)
@@ -261,29 +264,26 @@ def _without_left_out(data: "Dataset", source: PairSource) -> "Dataset":
     Raises:
         UserError: If all rows are left out.
     """
-    reasons = data.data.column(LEFT_OUT).to_pylist()
+    reasons = data[LEFT_OUT][:]
     used = [i for i, reason in enumerate(reasons) if reason is None]
+    counts = Counter(reason for reason in reasons if reason)
+    summary = ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
     if not used:
-        raise _no_pair(source)
+        raise UserError(
+            f"{source.path} has no usable row: {summary}. Check the columns and thresholds of the "
+            "dataset."
+        )
 
-    if len(used) < len(reasons):
-        counts = Counter(reason for reason in reasons if reason)
+    if counts:
         logger.warning(
             "%s: %s of %s rows are left out: %s.",
             source.name,
             f"{counts.total():,}",
             f"{len(reasons):,}",
-            ", ".join(f"{number:,} {reason}" for reason, number in counts.items()),
+            summary,
         )
         data = data.select(used)
     return data.remove_columns(LEFT_OUT)
-
-
-def _no_pair(source: PairSource) -> UserError:
-    return UserError(
-        f"{source.path} has no row with an anchor and a positive. Pass a file with one pair per "
-        "line."
-    )
 
 
 def _join_qrels(source: PairSource) -> "Dataset":

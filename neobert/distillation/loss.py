@@ -1,4 +1,4 @@
-"""Losses of a distillation on pooled embeddings, and the agreement with the teacher."""
+"""Losses of a distillation on embeddings and hidden states, and the agreement with the teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +20,7 @@ SPREAD = 48
 RANDOM = 64
 # Number of texts that are padded together.
 GROUP_SIZE = 16
+# Features of a batch that a transformer reads.
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Score of a hidden stored text, the text itself. It is lower than every cosine.
 HIDDEN = -2
@@ -175,8 +176,8 @@ class DistillLoss(nn.Module):
         teacher: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        # In a tuple: a module would be registered as a submodule, and saved with the student.
-        self.teacher = (teacher,) if teacher else ()
+        # Only the method: a module would be registered as a submodule, and saved with the student.
+        self.teacher_forward = None if teacher is None else teacher.forward
         self.model = model
         self.options = options
         self.embeddings = embeddings
@@ -223,9 +224,9 @@ class DistillLoss(nn.Module):
                 similarity = memory_bank_loss(student, teacher, self.bank, temperature, hidden)
                 losses["memory_bank"] = options.memory_bank_weight * similarity
 
-        for module in self.teacher:
+        if self.teacher_forward is not None:
             with torch.no_grad():
-                states = forward_in_groups(module, inputs)["token_embeddings"]
+                states = forward_in_groups(self.teacher_forward, inputs)["token_embeddings"]
             loss = hidden_state_loss(outputs["token_embeddings"], states, inputs["attention_mask"])
             losses["hidden_states"] = options.hidden_state_weight * loss
         return losses

@@ -166,8 +166,8 @@ class LossOptions(OptionGroup):
     )
     hidden_state_weight: Annotated[float, Meta(ge=0)] = option(
         0.0,
-        "Weight of 1 - cosine between the last hidden states of the tokens. The teacher, which "
-        "must have the tokenizer and the hidden size of the student, then runs in every step.",
+        "Weight of 1 - cosine between the last hidden states of each token. The teacher then runs "
+        "in every step, and must have the vocabulary and the hidden size of the student.",
     )
     similarity_temperature: Annotated[float, Meta(gt=0)] = option(
         0.05, "Temperature by which similarities are divided."

@@ -176,11 +176,16 @@ def starts_from_teacher(
     return student_hidden_size <= _encoder(teacher).config.hidden_size
 
 
+def have_same_vocabulary(student: SentenceTransformer, teacher: SentenceTransformer) -> bool:
+    """Return whether both tokenizers have the same tokens with the same IDs."""
+    return bool(student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab())
+
+
 def _check_embeddings(student: SentenceTransformer, teacher: SentenceTransformer) -> None:
     """Raise UserError if the vocabularies differ, or the student's hidden size is larger."""
     limit = _encoder(teacher).config.hidden_size
-    is_same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
-    if not is_same or _encoder(student).config.hidden_size > limit:
+    is_larger = _encoder(student).config.hidden_size > limit
+    if is_larger or not have_same_vocabulary(student, teacher):
         raise UserError(
             "`embeddings_from_teacher` needs a student with the teacher's vocabulary and a "
             f"hidden_size of at most {limit}. Pass --embeddings-from-teacher false, or change the "
@@ -195,8 +200,8 @@ def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransform
         UserError: If the models have different vocabularies or hidden sizes.
     """
     expected = _encoder(teacher).config.hidden_size
-    is_same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
-    if not is_same or _encoder(student).config.hidden_size != expected:
+    has_other_size = _encoder(student).config.hidden_size != expected
+    if has_other_size or not have_same_vocabulary(student, teacher):
         raise UserError(
             "`hidden_state_weight` needs a student with the teacher's vocabulary and hidden_size "
             f"({expected}). Change the model_config of the student, or pass "

@@ -29,6 +29,7 @@ from torch import nn
 from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import rotary_embeddings
+from .student import have_same_vocabulary
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -167,7 +168,7 @@ def select_layers(
     Raises:
         UserError: If the teacher is not a BERT, or student and teacher do not fit together.
     """
-    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+    if not have_same_vocabulary(student, teacher):
         raise UserError(
             "--init-from-teacher needs a student with the vocabulary of the teacher, got another "
             "one. Remove --init-from-teacher."

@@ -386,7 +386,10 @@ BAD = {
     "a file as output": (["--output", "good.jsonl"], "must not contain each other. Choose another"),
     "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
     "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
-    "only blank positives": (["--pairs", "blank.jsonl"], "blank.jsonl has no row with an anchor"),
+    "only blank positives": (
+        ["--pairs", "blank.jsonl"],
+        "blank.jsonl has no usable row: 5 without",
+    ),
 }
 
 
