@@ -247,6 +247,14 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
             custom_object_save(NeoBERTPreTrainedModel, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
+    def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
+        """Return the times of existing files, which `save_pretrained(push_to_hub=True)` omits.
+
+        The code files are never omitted, because `save_pretrained` has just written them.
+        """
+        times = super()._get_files_timestamps(working_dir)
+        return {name: time for name, time in times.items() if not name.endswith("_neobert.py")}
+
     def _backbone(self) -> "NeoBERTModel":
         """Return the `NeoBERTModel` of this model."""
         backbone: Any = getattr(self, self.base_model_prefix, self)
@@ -456,6 +464,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             states.append(hidden)
 
         if packing is not None:
+            # The last blocks may be on another device than the inputs.
+            packing = packing.to(hidden.device)
             states = [packing.unpack(state) for state in states]
             hidden = hidden if keep_packed else packing.unpack(hidden)
         return NeoBERTModelOutput(
@@ -658,6 +668,8 @@ class _HeadModel(NeoBERTPreTrainedModel):
         tensor = inputs_embeds if input_ids is None else input_ids
         assert tensor is not None
         shape = tensor.shape[:2]
+        device = outputs.last_hidden_state.device
+        attention_mask, labels = _on_device(device, attention_mask), _on_device(device, labels)
         loss, logits = self.predict(outputs, shape, attention_mask, labels, num_items_in_batch)
         return self.output_class(
             loss=loss,
@@ -899,7 +911,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
 
         loss_function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
         logits = at_least_float32(logits).view_as(labels)
-        total = loss_function(logits, labels.to(logits.dtype), reduction="sum")
+        total = loss_function(logits, labels.to(logits), reduction="sum")
         count = torch.tensor(labels.numel(), device=total.device)
         return _mean(total, count, num_items_in_batch)
 
@@ -1044,6 +1056,7 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
         )
         logits = self.qa_outputs(outputs.last_hidden_state)
+        attention_mask = _on_device(logits.device, attention_mask)
         if outputs.packing is not None:
             logits = outputs.packing.unpack(logits, _NO_ANSWER)
         elif attention_mask is not None and attention_mask.dim() == 2:
@@ -1071,6 +1084,11 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
 # -------------------------------------------------------------------------------- losses and labels
 
 
+def _on_device(device: torch.device, value: Any) -> Any:
+    """Return a tensor on a device, and any other value as it is."""
+    return value.to(device) if torch.is_tensor(value) and value.device != device else value
+
+
 def _mean(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: NumItems) -> torch.Tensor:
     """Return total / num_items_in_batch (gradient accumulation), or total / count without it."""
     if num_items_in_batch is None:
@@ -1091,7 +1109,7 @@ def _cross_entropy(
         num_items_in_batch: Divisor of the summed loss, or None.
     """
     logits = at_least_float32(logits.flatten(0, -2))
-    labels = labels.flatten().long()
+    labels = labels.flatten().long().to(logits.device)
     total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
@@ -1100,7 +1118,7 @@ def _position_loss(
     logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: NumItems
 ) -> torch.Tensor:
     """Return the loss of (B, L) logits for positions (B,), without positions outside the text."""
-    positions = positions.long()
+    positions = positions.long().to(logits.device)
     outside = (positions < 0) | (positions >= logits.shape[1])
     labeled = logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0]
     at_padding = labeled == _NO_ANSWER
@@ -1133,7 +1151,7 @@ def _token_labels(
         return kept, num_items_in_batch
 
     fraction = (kept != -100).sum() / (labels != -100).sum().clamp(min=1)
-    return kept, num_items_in_batch * fraction
+    return kept, _on_device(fraction.device, num_items_in_batch) * fraction
 
 
 def _unpacked(logits: torch.Tensor, packing: Packing | None) -> torch.Tensor:

@@ -213,7 +213,7 @@ def main(options: SmallVectorsOptions) -> tuple[dict[str, Any], str, dict[str, A
 
     results = {}
     sizes: dict[str, str] = {}
-    folders = {"ours": options.model, "teacher": find_teacher(options.teacher)}
+    folders = {"encoder": options.model, "teacher": find_teacher(options.teacher)}
     for name, folder in folders.items():
         model = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
         encode = functools.partial(model.encode, normalize_embeddings=True)

@@ -37,7 +37,7 @@ from neobert.scripts import UserError, check_model, load_rows, run_script
 
 
 # Weight of the encoder's scores; BM25 has the rest. It was chosen on other texts than those of
-# results/open_text.md, where this sum is above the encoder and BM25 alone in 9 of 13 workloads.
+# results/open_text.md, where this sum is above the encoder and BM25 alone on 8 of 13 types of text.
 WEIGHT = 0.75
 # Minimum number of rows that each of the two searches returns.
 NUM_CANDIDATES = 100

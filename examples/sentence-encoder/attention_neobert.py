@@ -10,7 +10,7 @@ H heads, K head_dim.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -281,6 +281,14 @@ class Packing:
         packing.max_length = max(packing.lengths)
         return packing if len(packing.lengths) > 1 else None
 
+    def to(self, device: torch.device) -> "Packing":
+        """Return this packing on a device, for models whose layers are on several devices."""
+        if self.cu_seq_lens.device == device:
+            return self
+        index, rows = (None if x is None else x.to(device) for x in (self.index, self.rows))
+        bounds = self.cu_seq_lens.to(device)
+        return Packing(bounds, self.max_length, self._lengths, self.shape, index, rows, self.traced)
+
     def drop_empty(self) -> "Packing":
         """Return this packing without the empty sequences that tracing appends."""
         if not self.traced:
@@ -315,7 +323,8 @@ class Packing:
         if self.index is None or self.shape is None:
             return x
         output = x.new_full((self.shape.numel(), *x.shape[2:]), fill)
-        return output.index_copy(0, self.index, x[0]).unflatten(0, self.shape)
+        index = self.index.to(x.device)
+        return output.index_copy(0, index, x[0]).unflatten(0, self.shape)
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Reorder sequences (N, ...) into rows (B, ...), with zeros for empty rows.
@@ -592,6 +601,19 @@ class AttentionDispatch:
     function: AttentionFunction | None = None
     packing: Packing | None = None
     padding: Padding | None = None
+
+    def to(self, device: Any, non_blocking: bool = False) -> "AttentionDispatch":
+        """Return this attention with its mask on a device.
+
+        accelerate calls it before each block of a model whose blocks are on several devices
+        (`device_map="auto"`).
+        """
+
+        def move(x: Any) -> Any:
+            return None if x is None else x.to(device)
+
+        padding = None if self.padding is None else Padding(*map(move, self.padding))
+        return replace(self, mask=move(self.mask), padding=padding)
 
     def wrap(self, function: AttentionFunction) -> AttentionFunction:
         """Return the attention function to call for this batch.

@@ -295,6 +295,10 @@ class NeoBERTConfig(PretrainedConfig):
             self.rope_scaling = rope_scaling
         if rope_parameters is not None:
             self.rope_parameters = rope_parameters
+        # A saved configuration has the extended length, and the trained one among its parameters.
+        trained_length = self.rope_parameters.get("original_max_position_embeddings")
+        if trained_length is not None:
+            self._trained_length = trained_length
 
         self.check()
         super().__init__(

@@ -153,17 +153,21 @@ def flush(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
+def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     """Lock a directory for this process, and create it if necessary.
 
     The lock is released when the process ends, even if it is killed. The lock file remains.
 
+    Args:
+        folder: Directory.
+        wait: Whether to wait for another process that has locked the directory.
+
     Raises:
-        UserError: If another process has locked the directory.
+        UserError: If another process has locked the directory, unless `wait` is True.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
-        lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
+        lock = FileLock(Path(folder) / LOCK).acquire(timeout=-1 if wait else 0)
     except Timeout:
         raise UserError(
             f"{folder} is in use by another run. Wait until that run has ended, or choose another "

@@ -73,6 +73,21 @@ def choose_dtype(dtype: str, device: str | torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
+def check_regression_dtype(dtype: str) -> None:
+    """Check that a precision is sufficient for the values of a regression.
+
+    Raises:
+        UserError: If the precision has 16 bits.
+    """
+    # The mean of the labels is the bias of the last layer. In bfloat16, values near 2,000 have
+    # steps of 8.
+    if dtype in ("bfloat16", "float16"):
+        raise UserError(
+            f"`dtype` must be float32 or int8 for a regression, got {dtype}, which would round the "
+            "values to 2 or 3 digits."
+        )
+
+
 @functools.cache
 def _fastest_on_cpu() -> str:
     """Return the name of the dtype to use on this CPU.
@@ -246,7 +261,9 @@ def position_limit(model: Any) -> int | None:
     Returns:
         Number of tokens, None for models without such a limit (T5).
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    # The context of a NeoBERT may be extended by RoPE scaling.
+    positions = getattr(model.config, "context_length", None)
+    positions = positions or getattr(model.config, "max_position_embeddings", None)
     if not positions:
         return None
     # RoBERTa and similar models count positions from the index of the padding token + 1.

@@ -67,6 +67,7 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     affects_results: bool = True,
+    may_be_empty: bool = False,
 ) -> Any:
     """Return a dataclass field with what `--help` and the identity of a run need.
 
@@ -78,12 +79,14 @@ def option(
         positional: Whether the value is passed without a name, before all options.
         affects_results: Whether results depend on the option. Other options may change when a run
             is resumed.
+        may_be_empty: Whether the value may be "", which usually is an unset variable of the shell.
     """
     metadata = {
         "help": help,
         "metavar": metavar,
         "positional": positional,
         "affects_results": affects_results,
+        "may_be_empty": may_be_empty,
     }
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
@@ -205,14 +208,15 @@ class OptionParser(Generic[OptionsT]):
         return hints
 
     def _check_empty_values(self, values: Mapping[str, Any]) -> None:
-        """Check that no value is "", except for options whose default is "".
+        """Check that no value is "", except for options that allow it.
 
         Raises:
             UserError: If a value is empty.
         """
         fields = self.fields
         for name, value in values.items():
-            may_be_empty = name in fields and fields[name].default == ""
+            # Options of Trainer are no fields.
+            may_be_empty = name in fields and fields[name].metadata.get("may_be_empty", False)
             items = value if isinstance(value, (list, tuple)) else [value]
             if "" in items and not may_be_empty:
                 raise UserError(

@@ -25,6 +25,7 @@ from ..common.data import file_format, files, fraction, rows, schema
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
+from ..evaluation.retrieval import is_negative_column
 
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def with_negatives(source: PairSource) -> PairSource:
         return source
     # All files of a source must have the columns of the first one.
     columns = schema(files(source.path)[0]).names
-    names = [name for name in columns if name == "negative" or name.startswith("negative_")]
+    names = [name for name in columns if is_negative_column(name)]
     return replace(source, negatives=names)
 
 

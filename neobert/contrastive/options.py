@@ -76,7 +76,7 @@ class InstructionOptions(OptionGroup):
 
     title = "Instructions"
 
-    instruction: str = option("", "Instruction before the anchors of --pairs.")
+    instruction: str = option("", "Instruction before the anchors of --pairs.", may_be_empty=True)
     instructions: str | None = option(
         None,
         "YAML or JSON file {dataset: instruction}, which replaces the instructions of the recipe.",

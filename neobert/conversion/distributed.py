@@ -111,12 +111,13 @@ def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint; damaged files raise any exception."""
     # Without the states of the optimizer, which take twice the memory of the weights.
     content = reader.read_metadata()
+    # `Stateful` wrappers of torch's tutorials add "app." to all names.
     optimizer_prefixes = ("optim", "lr_scheduler", "scheduler")
     entries = {
         name: entry
         for name, entry in content.state_dict_metadata.items()
         if isinstance(entry, metadata.TensorStorageMetadata)
-        and not name.startswith(optimizer_prefixes)
+        and not name.removeprefix("app.").startswith(optimizer_prefixes)
     }
 
     # Check the parts before torch reads them: their files exist, and their checksums are right.

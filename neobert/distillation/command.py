@@ -236,7 +236,7 @@ class Distillation:
         encoder = teacher.sentence_transformer
 
         # The default of --embeddings-from-teacher depends on both models, and is resolved here.
-        has_teacher_start = starts_from_teacher(model, self.options.student, encoder)
+        has_teacher_start = starts_from_teacher(model, self.options.student, teacher)
         student = self.initial_student(teacher, has_teacher_start)
         if self.options.loss.hidden_state_weight:
             check_hidden_states(student, encoder)
@@ -430,6 +430,8 @@ def embed_texts(
         str(options.student.max_length),
         options.model.teacher_dtype,
     ]
+    if teacher.default_prompt:
+        settings.append(teacher.default_prompt)
 
     def path_of(name: str, rows: Sequence[str]) -> Path:
         file = f"{name}-{texts_digest([*settings, *rows])}.npy"

@@ -83,7 +83,7 @@ def build_student(
 
     student = SentenceTransformer(modules=parts, device="cpu")
     if options.embeddings_from_teacher:
-        _check_embeddings(student, teacher)
+        _check_embeddings(student, teacher, teacher_dim)
     if options.freeze_embeddings:
         _encoder(student).get_input_embeddings().weight.requires_grad_(False)
     student.max_seq_length = options.max_length
@@ -161,7 +161,7 @@ def default_student_config(teacher_config: "PretrainedConfig") -> dict[str, int]
 
 
 def starts_from_teacher(
-    model: ModelOptions, options: StudentOptions, teacher: SentenceTransformer
+    model: ModelOptions, options: StudentOptions, teacher: PackedEncoder
 ) -> bool:
     """Return whether the student's token embeddings are initialized from the teacher."""
     # The other initializations of a student set its token embeddings, too.
@@ -169,11 +169,10 @@ def starts_from_teacher(
         return options.embeddings_from_teacher
     if model.init_from or model.init_from_teacher:
         return False
-    if not model.model_config:
-        return True
     # Principal components can reduce the dimension of the embeddings, but not increase it.
-    student_hidden_size = NeoBERTConfig(**model.model_config).hidden_size
-    return student_hidden_size <= _encoder(teacher).config.hidden_size
+    teacher_config = _encoder(teacher.sentence_transformer).config
+    fields = model.model_config or default_student_config(teacher_config)
+    return NeoBERTConfig(**fields).hidden_size <= teacher.embedding_dimension
 
 
 def have_same_vocabulary(student: SentenceTransformer, teacher: SentenceTransformer) -> bool:
@@ -181,15 +180,21 @@ def have_same_vocabulary(student: SentenceTransformer, teacher: SentenceTransfor
     return bool(student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab())
 
 
-def _check_embeddings(student: SentenceTransformer, teacher: SentenceTransformer) -> None:
-    """Raise UserError if the vocabularies differ, or the student's hidden size is larger."""
-    limit = _encoder(teacher).config.hidden_size
-    is_larger = _encoder(student).config.hidden_size > limit
+def _check_embeddings(
+    student: SentenceTransformer, teacher: SentenceTransformer, teacher_dim: int
+) -> None:
+    """Check that the teacher's embeddings of single tokens can initialize those of the student.
+
+    Raises:
+        UserError: If the vocabularies differ, or the student's hidden size is larger than the
+            teacher's embedding dimension.
+    """
+    is_larger = _encoder(student).config.hidden_size > teacher_dim
     if is_larger or not have_same_vocabulary(student, teacher):
         raise UserError(
             "`embeddings_from_teacher` needs a student with the teacher's vocabulary and a "
-            f"hidden_size of at most {limit}. Pass --embeddings-from-teacher false, or change the "
-            "student."
+            f"hidden_size of at most {teacher_dim}. Pass --embeddings-from-teacher false, or "
+            "change the student."
         )
 
 

@@ -14,6 +14,11 @@ BATCH_TOKENS_HELP = (
     "the CPU."
 )
 
+AUTO_DTYPE_HELP = (
+    "auto is float16 on CUDA; on a CPU it is float16 or bfloat16 if a short measurement shows at "
+    "least twice the speed of float32, and float32 otherwise."
+)
+
 
 @dataclass(frozen=True)
 class EncoderOptions(OptionGroup):

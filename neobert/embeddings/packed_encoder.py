@@ -234,7 +234,10 @@ class PackedEncoder:
         # Modules may change the dimension. Encoding a text is the only reliable way to measure it.
         with torch.inference_mode():
             embed = self._embed_packed if self.packs else self._embed_padded
-            self.embedding_dimension: int = embed(self.tokenize(["A short text."])).shape[1]
+            dimension = embed(self.tokenize(["A short text."])).shape[1]
+        # A model may store that only the first values of its embeddings are used.
+        truncate_dim = getattr(model, "truncate_dim", None)
+        self.embedding_dimension: int = min(dimension, truncate_dim or dimension)
 
     @property
     def dtype_name(self) -> str:
@@ -250,6 +253,11 @@ class PackedEncoder:
     def max_length(self) -> int | None:
         """Maximum sequence length in tokens, None without a limit."""
         return self.sentence_transformer.max_seq_length
+
+    @property
+    def default_prompt(self) -> str:
+        """Default prompt of the model, "" without one."""
+        return self.prompt(self.sentence_transformer.default_prompt_name)
 
     def prompt(self, name: str | None = None) -> str:
         """Return the text of a prompt, "" for None and for an empty prompt.
@@ -495,6 +503,7 @@ class PackedEncoder:
                 embeddings = self._embed_padded(batch, prompt_length)
 
             # Batches are sorted by length. The index restores the order of the texts.
+            embeddings = embeddings[:, : self.embedding_dimension]
             output[torch.from_numpy(index).to(self.device)] = embeddings.float()
             if progress is not None:
                 progress(len(index))

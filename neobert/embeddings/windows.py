@@ -170,8 +170,10 @@ def text_windows(
     bounds: list[tuple[int, int]] = []
     window_offsets: list[np.ndarray] = []
 
-    for start, batch in _batches(texts):
-        for row, (text, parts) in enumerate(zip(batch, _parts(tokenizer, prompt, batch)), start):
+    for group in text_groups(list(map(len, texts))):
+        batch = texts[group]
+        parts_of_texts = _parts(tokenizer, prompt, batch)
+        for row, (text, parts) in enumerate(zip(batch, parts_of_texts), group.start):
             before, (ids, offsets), after = parts
 
             # The prompt and the special tokens are repeated in every window. The prompt may have
@@ -202,19 +204,23 @@ def text_windows(
     )
 
 
-def _batches(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield (index of the first text, texts) of groups that are tokenized together."""
+def text_groups(lengths: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of neighboring texts that are tokenized together.
+
+    Args:
+        lengths: Number of characters of each text.
+    """
     # A text that is longer than `_CHARACTERS` is a group of its own.
     start = 0
     size = 0
-    for number, text in enumerate(texts):
-        if number > start and size + len(text) > _CHARACTERS:
-            yield start, texts[start:number]
+    for number, length in enumerate(lengths):
+        if number > start and size + length > _CHARACTERS:
+            yield slice(start, number)
             start = number
             size = 0
-        size += len(text)
-    if texts:
-        yield start, texts[start:]
+        size += length
+    if lengths:
+        yield slice(start, len(lengths))
 
 
 def _parts(

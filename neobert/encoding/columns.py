@@ -101,10 +101,18 @@ def copied_columns(
     )
 
 
-def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> pyarrow.Array:
+def column_array(
+    values: list[Any], field: pyarrow.Field, file: data.File, remedy: str
+) -> pyarrow.Array:
     """Return the values of a copied column as an Arrow array of the type of `field`.
 
     In a column of strings, values that are not strings are written as JSON.
+
+    Args:
+        values: Values of the column.
+        field: Name and type of the column.
+        file: Input file.
+        remedy: Last sentence of the error.
 
     Raises:
         UserError: If a value cannot be represented exactly.
@@ -132,8 +140,7 @@ def column_array(values: list[Any], field: pyarrow.Field, file: data.File) -> py
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise UserError(
             f"{file.url}: all values of {field.name!r} must have the type {field.type} "
-            f"({one_line(error)}). Use --keep {field.name}:text and another output to copy the "
-            "column as text."
+            f"({one_line(error)}). {remedy}"
         ) from error
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -362,7 +363,8 @@ class EncodeRun:
 
     def _count_texts(self, todo: Sequence[data.File]) -> int:
         """Return the number of texts of incomplete files that have no embeddings."""
-        finished = sum(part.texts for (file, _), part in self.parts.items() if file in todo)
+        incomplete = set(todo)
+        finished = sum(part.texts for (file, _), part in self.parts.items() if file in incomplete)
         return sum(map(data.count_rows, todo)) - finished
 
 
@@ -399,8 +401,8 @@ def _check_paths(
         check_disjoint(output, model)
 
     # Parts are named after their input file, so "a.csv" and "a.jsonl" would overwrite each other.
-    stems = [part_stem(file) for file in files]
-    duplicates = [file.name for file in files if stems.count(part_stem(file)) > 1]
+    counts = Counter(part_stem(file) for file in files)
+    duplicates = [file.name for file in files if counts[part_stem(file)] > 1]
     if duplicates:
         raise UserError(
             f"input files must have different names without their suffixes, got "

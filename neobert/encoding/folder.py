@@ -120,7 +120,9 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
 
 
 def clear(filesystem: Any, path: str) -> None:
-    """Remove the temporary files that killed processes have left.
+    """Remove the temporary files of killed processes whose files exist.
+
+    The temporary file of another name may belong to a running process that knows newer input.
 
     Args:
         filesystem: File system of fsspec.
@@ -130,7 +132,11 @@ def clear(filesystem: Any, path: str) -> None:
     if is_local(filesystem):
         folder, name = map(glob.escape, os.path.split(path))
         for temporary in glob.glob(f"{folder}/.{name}*.tmp"):
-            shutil.rmtree(temporary, ignore_errors=True)
+            # The name is that of the file between a dot and a random suffix.
+            parent, temporary_name = os.path.split(temporary)
+            target = temporary_name[1:].rsplit(".", 2)[0]
+            if os.path.exists(os.path.join(parent, target)):
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def is_local(filesystem: Any) -> bool:

@@ -8,7 +8,7 @@ from msgspec import Meta
 from ..common.constants import DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
-from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
+from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ class ModelOptions(OptionGroup):
         "Name of a prompt of the model to prepend to each text, by default its default prompt.",
         metavar="NAME",
     )
-    prompt: str | None = option(None, "Prompt to prepend to each text.")
+    prompt: str | None = option(
+        None,
+        'Prompt to prepend to each text. --prompt "" disables the default prompt of the model.',
+        may_be_empty=True,
+    )
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompt_name is not None:
@@ -113,8 +117,7 @@ class InferenceOptions(OptionGroup):
 
     dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "auto",
-        "Precision of the model. auto is float16 on CUDA and elsewhere the fastest of the "
-        "floating-point types by a short measurement. int8 is for NeoBERT on a CPU.",
+        f"Precision of the model. {AUTO_DTYPE_HELP} int8 is for NeoBERT on a CPU.",
     )
     device: str | None = option(
         None,

@@ -30,6 +30,10 @@ from .options import CorpusOptions
 # Maximum number of characters of a block, which bounds the memory if texts are very long. The last
 # text of a block may exceed it.
 _BLOCK_CHARACTERS = 32_000_000
+# Approximate number of bytes of the copied columns that are written together.
+_TABLE_BYTES = 64_000_000
+# What a user can do if a copied column has several types.
+_COPY_AS_TEXT = "Use --keep {}:text and another output to copy the column as text."
 
 T = TypeVar("T")
 
@@ -145,7 +149,8 @@ def encode_files(
         ):
             for block, windows, block_truncation in blocks:
                 embeddings = _embed(encoder, block, windows, manifest, progress)
-                writer.write_table(_table(schema, block, windows, embeddings))
+                for table in _tables(schema, block, windows, embeddings):
+                    writer.write_table(table)
                 truncation += block_truncation
                 texts += len(block.rows)
                 yield len(block.rows), sum(map(len, windows.tokens))
@@ -219,10 +224,10 @@ def _embed(
     return quantize_embeddings(embeddings, precision, ranges)
 
 
-def _table(
+def _tables(
     schema: pyarrow.Schema, block: Block, windows: Windows, embeddings: np.ndarray
-) -> pyarrow.Table:
-    """Return the table of a block: copied columns, positions of windows, and embeddings."""
+) -> Iterator[pyarrow.Table]:
+    """Yield the tables of a block: copied columns, positions of windows, and embeddings."""
     # A list of fixed size is a view of the flat values.
     values = pyarrow.array(embeddings.reshape(-1))
     columns: dict[str, Any] = {
@@ -234,10 +239,21 @@ def _table(
         columns["start"] = pyarrow.array(windows.starts)
         columns["end"] = pyarrow.array(windows.ends)
 
-    # A text with several windows repeats the values of its copied columns.
     rows: list[Mapping[str, Any]] = list(block.rows.values())
-    for field in schema:
-        if field.name not in columns:
-            copied = column_array([row[field.name] for row in rows], field, block.file)
-            columns[field.name] = copied.take(pyarrow.array(windows.rows))
-    return pyarrow.table({name: columns[name] for name in schema.names}, schema=schema)
+    copied = {
+        field.name: column_array(
+            [row[field.name] for row in rows], field, block.file, _COPY_AS_TEXT.format(field.name)
+        )
+        for field in schema
+        if field.name not in columns
+    }
+
+    # A text with several windows repeats the values of its copied columns, which may be long texts.
+    bytes_per_row = sum(array.nbytes for array in copied.values()) / max(1, len(rows))
+    step = max(1, int(_TABLE_BYTES / max(1, bytes_per_row)))
+    for start in range(0, max(1, len(windows.rows)), step):
+        part = slice(start, start + step)
+        indices = pyarrow.array(windows.rows[part])
+        arrays = {name: array[part] for name, array in columns.items()}
+        arrays |= {name: array.take(indices) for name, array in copied.items()}
+        yield pyarrow.table({name: arrays[name] for name in schema.names}, schema=schema)

@@ -21,7 +21,7 @@ from mteb.types import PromptType
 from ..common.environment import environment
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
-from ..common.folders import check_folder
+from ..common.folders import check_folder, locked
 from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.options import log_options
@@ -255,13 +255,8 @@ def evaluate(
     instructions = read_instructions(options.instructions.instructions, tasks)
     revision = fingerprint(encoder, options, instructions)
 
-    # Scores of different models or settings in one row of a table would be compared with others.
-    earlier = read_run(folder / f"{name}.json") or {}
-    if earlier and earlier["fingerprint"] != revision:
-        raise UserError(
-            f"{folder / name}.json contains the scores of other weights or settings "
-            f"({earlier['model']}). Pass another --name or another --output."
-        )
+    # A conflict is reported before the evaluation, which may take hours.
+    _earlier_run(folder / f"{name}.json", revision)
 
     results = mteb.evaluate(
         PackedModel(  # type: ignore[arg-type]
@@ -282,19 +277,19 @@ def evaluate(
 
     # A task that failed has the score None, so a mean over its benchmark is None, too. MTEB returns
     # scores as fractions, and NaN if it cannot compute one.
-    scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
+    scores: dict[str, float | None] = {task.metadata.name: None for task in tasks}
     for result in results.task_results:
         score = result.get_score()
         if not math.isnan(score):
             scores[result.task_name] = round(100 * float(score), 4)
 
     types = {task.metadata.name: task.metadata.type for task in tasks}
-    report = {
+    report: dict[str, Any] = {
         "name": name,
         "model": str(options.evaluation.model),
         "fingerprint": revision,
         "scores": scores,
-        "types": earlier.get("types", {}) | types,
+        "types": types,
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
         "instructions": options.instructions.instructions,
         "instruction_template": template,
@@ -302,6 +297,31 @@ def evaluate(
         "max_length": encoder.max_length,
         "environment": environment(dtype=encoder.dtype_name, device=str(encoder.device)),
     }
-    write_json(folder / f"{name}.json", report)
-    write_tables(folder)
+    # Another process may have added other tasks to the row in the meantime.
+    with locked(folder / "cache", wait=True):
+        earlier = _earlier_run(folder / f"{name}.json", revision)
+        for key in ("scores", "types"):
+            report[key] = earlier.get(key, {}) | report[key]
+        write_json(folder / f"{name}.json", report)
+        write_tables(folder)
     return report
+
+
+def _earlier_run(path: Path, revision: str) -> dict[str, Any]:
+    """Return the earlier results of a row, or an empty dictionary.
+
+    Args:
+        path: File of the row.
+        revision: Fingerprint of the model and its settings.
+
+    Raises:
+        UserError: If the results are those of other weights or settings.
+    """
+    # Scores of different models or settings in one row of a table would be compared with others.
+    earlier = read_run(path) or {}
+    if earlier and earlier["fingerprint"] != revision:
+        raise UserError(
+            f"{path} contains the scores of other weights or settings ({earlier['model']}). Pass "
+            "another --name or another --output."
+        )
+    return earlier

@@ -11,7 +11,7 @@ from ..common.constants import DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template
-from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
+from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
 
 
 # Benchmark of the paper, table 4.
@@ -106,8 +106,7 @@ class InferenceOptions(OptionGroup):
 
     dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "auto",
-        "Precision. auto is float16 on CUDA, as in the paper, and elsewhere the fastest of the "
-        "floating-point types by a short measurement. int8 is for NeoBERT on a CPU.",
+        f"Precision. {AUTO_DTYPE_HELP} int8 is for NeoBERT on a CPU.",
     )
     device: str | None = option(None, DEVICE_HELP, metavar="NAME")
     batch_tokens: Annotated[int, Meta(ge=1)] | None = option(None, BATCH_TOKENS_HELP)

@@ -4,6 +4,7 @@ All texts of the file are ranked for every query.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,11 +82,16 @@ def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
         # A dictionary removes duplicates, and keeps the order of the texts.
         texts[row["positive"]] = None
         for name, value in row.items():
-            if name == "negative" or name.startswith("negative_"):
+            if is_negative_column(name):
                 texts |= dict.fromkeys(value if isinstance(value, list) else [value])
 
     # Negatives may be missing or blank.
-    return Queries(relevant, [text for text in texts if text and text.strip()])
+    return Queries(relevant, [text for text in texts if isinstance(text, str) and text.strip()])
+
+
+def is_negative_column(name: str) -> bool:
+    """Return whether a column contains negatives: negative, negative_1, negative_2, ..."""
+    return re.fullmatch(r"negative(_\d+)?", name) is not None
 
 
 def evaluate_retrieval(model: "SentenceTransformer", queries: Queries) -> dict[str, float]:

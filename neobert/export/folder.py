@@ -138,13 +138,15 @@ def _write_common(folder: Path, source: SourceModel) -> None:
         else:
             write_json(module_folder / "config.json", {})
     write_json(folder / "modules.json", modules)
-    if source.prompts or source.default_prompt_name or source.similarity_fn_name:
-        further = {
-            "prompts": source.prompts,
-            "default_prompt_name": source.default_prompt_name,
-            "similarity_fn_name": source.similarity_fn_name,
-            "requirements": REQUIREMENTS,
-        }
+    further: dict[str, Any] = {
+        "prompts": source.prompts,
+        "default_prompt_name": source.default_prompt_name,
+        "similarity_fn_name": source.similarity_fn_name,
+    }
+    if source.truncate_dim is not None:
+        further["truncate_dim"] = source.truncate_dim
+    if any(further.values()):
+        further["requirements"] = REQUIREMENTS
         write_json(folder / "config_sentence_transformers.json", further)
 
 

@@ -85,6 +85,7 @@ class SourceModel:
         prompts: Prompts of a folder of sentence-transformers, by name.
         default_prompt_name: Name of the default prompt of such a folder, if any.
         similarity_fn_name: Name of the similarity function of such a folder, if any.
+        truncate_dim: Number of values of an embedding that such a folder keeps, if not all.
         metadata: License and base model, for the model card.
     """
 
@@ -100,6 +101,7 @@ class SourceModel:
     metadata: dict[str, str]
     default_prompt_name: str | None = None
     similarity_fn_name: str | None = None
+    truncate_dim: int | None = None
 
     @property
     def config(self) -> Any:
@@ -288,6 +290,7 @@ def _load_source(
         metadata=metadata,
         default_prompt_name=library_config.get("default_prompt_name"),
         similarity_fn_name=library_config.get("similarity_fn_name"),
+        truncate_dim=library_config.get("truncate_dim"),
     )
 
 

@@ -56,6 +56,11 @@ METRICS: dict[str, Metric] = {
 }
 
 
+def metric_title(metric: str) -> str:
+    """Return the name of a metric for people, such as "macro F1" for "macro_f1"."""
+    return metric.replace("_", " ").replace("f1", "F1")
+
+
 @dataclass(frozen=True)
 class Baseline:
     """Predictions of a baseline for the test rows.

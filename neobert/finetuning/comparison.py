@@ -11,9 +11,11 @@ from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder
 from .baselines import (
     MAX_TRAIN_ROWS,
+    Baseline,
     difference_and_error,
     fit_baselines,
     fit_embedding_baseline,
+    metric_title,
     value_and_error,
 )
 from .evaluation import metric_inputs
@@ -84,7 +86,7 @@ def compare(metric: str, fine_tuned: Result, baselines: Sequence[Result]) -> dic
     difference, error = difference_and_error(
         metric, fine_tuned.labels, fine_tuned.predictions, best.predictions
     )
-    change = f"{metric.replace('_', ' ')} {difference:+.3f} ± {error:.3f}"
+    change = f"{metric_title(metric)} {difference:+.3f} ± {error:.3f}"
     if difference <= 0:
         statement = (
             f"Fine-tuning is not better than the best baseline, {best.name} ({change}). Use the "
@@ -120,7 +122,7 @@ def metrics_table(result: Mapping[str, Any]) -> str:
             metric = entry["metrics"][name]
             cells.append(f"{metric['value']:.3f} ± {metric['standard_error']:.3f}")
         rows.append(cells)
-    return markdown_table(["model", *(name.replace("_", " ") for name in names)], rows)
+    return markdown_table(["model", *(metric_title(name) for name in names)], rows)
 
 
 class Baselines:
@@ -174,9 +176,13 @@ class Baselines:
         baselines = fit_baselines(
             _texts(train), _labels(train), _texts(test), regression=is_regression
         )
+        # The linear model learns from the same number of rows as that on TF-IDF features.
+        if len(train) > MAX_TRAIN_ROWS:
+            order = np.random.default_rng(0).permutation(len(train))
+            train = train.select(order[:MAX_TRAIN_ROWS])
         # scikit-learn refuses to fit a linear model on a single label.
         if len(np.unique(_labels(train), axis=0)) > 1:
-            baselines.append(self._embedding_baseline(metric))
+            baselines.append(self._embedding_baseline(train, metric))
         return [
             measure(
                 self.task,
@@ -188,13 +194,7 @@ class Baselines:
             for baseline in baselines
         ]
 
-    def _embedding_baseline(self, metric: str) -> Any:
-        # The linear model learns from the same number of rows as that on TF-IDF features.
-        train = self.splits.train
-        if len(train) > MAX_TRAIN_ROWS:
-            order = np.random.default_rng(0).permutation(len(train))
-            train = train.select(order[:MAX_TRAIN_ROWS])
-
+    def _embedding_baseline(self, train: Examples, metric: str) -> Baseline:
         # The encoder has the weights from before fine-tuning.
         encoder = PackedEncoder(
             self.options.model.model,

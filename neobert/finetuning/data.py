@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..embeddings.windows import text_groups
 from .baselines import BaselineResult, bootstrap_error, fit_baselines, value_and_error
 from .options import SelectionOptions
 from .tasks import Splits, Task, predicted_labels, scores
@@ -26,7 +27,7 @@ def split_heldout(rows: int, fraction: float, max_rows: int) -> tuple[list[int],
         max_rows: Maximum number of held-out rows.
     """
     # The seed is fixed. Sorted indices keep the rows in the order of the file.
-    count = min(max_rows, int(rows * fraction))
+    count = min(max_rows, max(1, int(rows * fraction)))
     order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
 
@@ -55,9 +56,14 @@ def prepare(
 
     def tokenize(columns: dict[str, list]) -> Dataset:
         # The collator pads each batch, so that rows keep their lengths here.
-        texts = (columns[name] for name in task.texts)
-        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
-        return Dataset.from_dict({**encoded, "labels": columns["label"]})
+        texts = [columns[name] for name in task.texts]
+        parts = []
+        for group in text_groups([sum(map(len, row)) for row in zip(*texts)]):
+            encoded = tokenizer(
+                *(column[group] for column in texts), truncation=True, max_length=max_length
+            )
+            parts.append(Dataset.from_dict({**encoded, "labels": columns["label"][group]}))
+        return concatenate_datasets(parts)
 
     train = tokenize(splits["train"])
     # Held-out training rows come first, because they select the checkpoint.

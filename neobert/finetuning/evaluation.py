@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from .baselines import METRICS
 from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
 from .tagging import find_entities, predicted_tags, tag_counts, token_positions
+from .tokenization import tokenize_rows
 
 
 if TYPE_CHECKING:
@@ -55,36 +56,33 @@ def tokenize(
         scaling: Factor and offset of the labels of a regression; the model learns
             (label - offset) / factor.
     """
-    from datasets import Dataset
+    from datasets import Dataset, concatenate_datasets
 
-    columns = [list(column) for column in zip(*examples.texts)]
-    # Tokenized twice, because the truncated result does not show which texts were longer.
-    complete = tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
-    truncated = sum(len(ids) > max_length for ids in complete)
-
+    # A data set stores tokens compactly.
     is_tagged = task.name == TOKENS
-    encoded = dict(
-        tokenizer(
-            *columns,
-            truncation=True,
-            max_length=max_length,
-            return_offsets_mapping=is_tagged,
-        )
-    )
+    truncated = 0
+    all_offsets: list[np.ndarray] = []
+    parts = []
+    groups = tokenize_rows(tokenizer, examples.texts, max_length, with_offsets=is_tagged)
+    for encoded, lengths in groups:
+        truncated += sum(length > max_length for length in lengths)
+        all_offsets += map(np.asarray, encoded.pop("offset_mapping", []))
+        parts.append(Dataset.from_dict(encoded))
+    dataset = concatenate_datasets(parts)
+
     if not is_tagged:
         labels: list[Any] = examples.labels
         # The labels are standardized, and the output layer is rescaled after training.
         if scaling is not None:
             factor, offset = scaling
             labels = [(label - offset) / factor for label in labels]
-        dataset = Dataset.from_dict({**encoded, "labels": labels})
-        return Part(examples, dataset, [], truncated)
+        return Part(examples, dataset.add_column("labels", labels), [], truncated)
 
     # Tags are those of words, labels those of tokens.
     numbers = {tag: number for number, tag in enumerate(task.labels)}
     positions = []
     token_labels = []
-    for offsets, words, tags in zip(encoded.pop("offset_mapping"), examples.words, examples.labels):
+    for offsets, words, tags in zip(all_offsets, examples.words, examples.labels):
         row_positions = token_positions(words, offsets)
         # The tag of a word belongs to its first token; the loss ignores the others.
         row = np.full(len(offsets), IGNORED)
@@ -93,8 +91,7 @@ def tokenize(
                 row[position] = numbers[tag]
         positions.append(row_positions)
         token_labels.append(row.tolist())
-    dataset = Dataset.from_dict({**encoded, "labels": token_labels})
-    return Part(examples, dataset, positions, truncated)
+    return Part(examples, dataset.add_column("labels", token_labels), positions, truncated)
 
 
 def word_logits(part: Part, logits: np.ndarray) -> list[np.ndarray]:

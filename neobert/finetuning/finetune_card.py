@@ -10,12 +10,14 @@ from ..common.errors import printable
 from ..common.files import write_text
 from ..common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from ..common.tables import markdown_table
+from .baselines import metric_title
 from .comparison import metrics_table
 from .finetune_options import FinetuneOptions
+from .plots import MAX_LABELS
 from .rows import CLASSIFICATION, REGRESSION, TOKENS, TextTask
 
 
-# A confusion matrix of more labels is in the plot and in metrics.json only.
+# Maximum number of labels of a confusion matrix as a table. metrics.json contains all matrices.
 _MAX_MATRIX = 12
 
 
@@ -68,17 +70,13 @@ The values are those of the test rows, ± standard error over rows. All baseline
 
 {warning}{_labels_section(task, result)}{_calibration_section(result)}## Training
 
-Learning rate {result["learning_rate"]:.2g}, {len(result["history"])} evaluations; the weights are those with the best {_spaced(result["metric"])} on the validation rows, after epoch {result["selected"]["epoch"]:.2f}. Texts of more than {result["max_length"]:,} tokens are truncated: {_truncated(result)}. `result.json` contains all settings, `metrics.json` all values.
+Learning rate {result["learning_rate"]:.2g}, {len(result["history"])} evaluations; the weights are those with the best {metric_title(result["metric"])} on the validation rows, after epoch {result["selected"]["epoch"]:.2f}. Texts of more than {result["max_length"]:,} tokens are truncated: {_truncated(result)}. `result.json` contains all settings, `metrics.json` all values.
 
 ![learning curve](learning_curve.png)
 
 {environment_line(environment)}.
 """  # noqa: E501
     write_text(folder / "README.md", metadata + text)
-
-
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _usage(name: str, task: TextTask) -> str:
@@ -116,8 +114,10 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
     # Labels that are numbers, such as stars, have a distance.
     if result["mean_distance"] is not None:
         text += f"Mean distance of label and prediction: {result['mean_distance']:.3f}.\n\n"
+    # Plots of many labels are not readable, and are not written.
     if task.name != CLASSIFICATION:
-        return f"{text}![F1 of the labels](label_f1.png)\n\n"
+        has_plot = 1 <= len(rows) <= MAX_LABELS
+        return f"{text}![F1 of the labels](label_f1.png)\n\n" if has_plot else text
 
     # A large matrix is readable as a picture only.
     labels = [printable(label) for label in task.labels]
@@ -125,7 +125,9 @@ def _labels_section(task: TextTask, result: Mapping[str, Any]) -> str:
         matrix = [[label, *row] for label, row in zip(labels, result["confusion_matrix"])]
         table = markdown_table(["label / prediction", *labels], matrix)
         text += f"Number of test rows per label and prediction:\n\n{table}\n"
-    return f"{text}![confusion matrix](confusion_matrix.png)\n\n"
+    if len(labels) <= MAX_LABELS:
+        text += "![confusion matrix](confusion_matrix.png)\n\n"
+    return text
 
 
 def _calibration_section(result: Mapping[str, Any]) -> str:

@@ -137,7 +137,7 @@ class SelectionOptions(OptionGroup):
         "Rows that choose the checkpoint and stop the run: held-out training rows, or the dev set "
         "as published.",
     )
-    heldout_fraction: Annotated[float, Meta(ge=0, lt=1)] = option(
+    heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = option(
         0.1, "Fraction of the training rows that is held out."
     )
     heldout_rows: Annotated[int, Meta(ge=1)] = option(2000, "Maximum number of held-out rows.")

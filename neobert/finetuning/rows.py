@@ -271,7 +271,10 @@ def encode_rows(
     encoded = []
     for rows, row_labels in zip(texts, values):
         if task.name == MULTI_LABEL:
-            coded: list[Any] = [[float(name in label) for name in labels] for label in row_labels]
+            # Constants are shared, so that a value takes 8 bytes instead of 32.
+            coded: list[Any] = [
+                [1.0 if name in row else 0.0 for name in labels] for row in map(set, row_labels)
+            ]
         else:
             coded = [numbers[label] for label in row_labels]
         encoded.append(Examples(rows, coded, []))
@@ -337,9 +340,12 @@ def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
     if metadata is None:
         return ()
     feature = json.loads(metadata)["info"]["features"].get(label_columns[0], {})
-    # The class labels of a list, such as tags, are one level below.
-    feature = feature.get("feature", feature)
-    return tuple(feature.get("names", ()))
+    # The class labels of a list, such as tags, are one level below. Versions of datasets before 4
+    # write the feature of a list as a list of one feature.
+    feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
+    names = feature.get("names", ())
+    # A struct may have a field called "names".
+    return tuple(names) if isinstance(names, list) else ()
 
 
 def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ of the BIO scheme (`B-PER`, `I-PER`, `O`), or one plain tag per word, such as pa
 Characters are counted from 0, and `end` is the character after the last one.
 """
 
+import bisect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,13 +109,13 @@ def tags_from_spans(spans: Sequence[Mapping[str, Any]], words: Bounds) -> tuple[
     """
     # Longer spans come first, so that nested spans lose against the span around them.
     tags = [OUTSIDE] * len(words)
+    # Words do not overlap, so their starts and ends are sorted.
+    starts = [start for start, _ in words]
+    ends = [end for _, end in words]
     lost = 0
     for span in sorted(spans, key=lambda item: (item["start"], -item["end"])):
-        inside = [
-            index
-            for index, (start, end) in enumerate(words)
-            if start < span["end"] and end > span["start"]
-        ]
+        first = bisect.bisect_right(ends, span["start"])
+        inside = range(first, bisect.bisect_left(starts, span["end"]))
         if not inside or any(tags[index] != OUTSIDE for index in inside):
             lost += 1
             continue
@@ -124,17 +125,19 @@ def tags_from_spans(spans: Sequence[Mapping[str, Any]], words: Bounds) -> tuple[
     return tags, lost
 
 
-def token_positions(words: Bounds, offsets: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
+def token_positions(
+    words: Bounds | np.ndarray, offsets: Sequence[tuple[int, int]] | np.ndarray
+) -> np.ndarray:
     """Return the index of the first token of each word, -1 for a word without a token, (W,).
 
     Args:
-        words: Bounds of the words.
+        words: (W, 2) bounds of the words.
         offsets: (N, 2) bounds of the tokens; those of special tokens are empty.
     """
     # Special tokens have no characters, and cannot be the token of a word.
     bounds = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     kept = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
-    if not words or not len(kept):
+    if not len(words) or not len(kept):
         return np.full(len(words), -1)
 
     word_bounds = np.asarray(words, dtype=np.int64)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction import FeatureHasher
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, PreTrainedTokenizerBase
@@ -76,9 +77,10 @@ def _linear_tags(train: Examples, test: Examples) -> Tags:
     # Unlike a vocabulary, hashing needs no fit, and the number of columns does not depend on the
     # data.
     hasher = FeatureHasher(_NUM_FEATURES, input_type="string")
-    features = [row for words in _words(train) for row in _features(words)]
-    labels = [tag for tags in train.labels for tag in tags]
-    linear = _fit(hasher.transform(features[:MAX_TRAIN_WORDS]), labels[:MAX_TRAIN_WORDS])
+    sample = _sample(train, MAX_TRAIN_WORDS)
+    features = [row for words in _words(sample) for row in _features(words)]
+    labels = [tag for tags in sample.labels for tag in tags]
+    linear = _fit(hasher.transform(features), labels)
 
     predicted = []
     for words in _words(test):
@@ -113,14 +115,13 @@ def _embedding_tags(
     max_length: int,
 ) -> Tags:
     # Texts run one by one, without padding.
+    sample = _sample(train, _MAX_EMBEDDED_WORDS)
     features: list[np.ndarray] = []
     labels: list[str] = []
-    for (text,), words, tags in zip(train.texts, train.words, train.labels):
+    for (text,), words, tags in zip(sample.texts, sample.words, sample.labels):
         states, kept = _word_states(encoder, tokenizer, text, words, max_length)
         features.append(states)
         labels += [tags[index] for index in kept]
-        if len(labels) > _MAX_EMBEDDED_WORDS:
-            break
     # Inputs of unit variance, as for the embeddings of texts.
     stacked = np.concatenate(features)
     scale = stacked.std() or 1.0
@@ -163,7 +164,22 @@ def _word_states(
     return hidden[torch.from_numpy(positions[kept])].float().numpy(), kept.tolist()
 
 
-def _fit(features: np.ndarray, labels: Sequence[str]) -> LogisticRegression:
+def _sample(train: Examples, max_words: int) -> Examples:
+    """Return random rows with at most `max_words` words in total, and at least one row."""
+    counts = np.array([len(words) for words in train.words])
+    if counts.sum() <= max_words:
+        return train
+    # The rows may be sorted, for example texts without entities first.
+    order = np.random.default_rng(0).permutation(len(train))
+    count = int(np.searchsorted(np.cumsum(counts[order]), max_words, side="right"))
+    return train.select(np.sort(order[: max(1, count)]))
+
+
+def _fit(features: np.ndarray, labels: Sequence[str]) -> LogisticRegression | DummyClassifier:
+    """Return a linear model of the tags, or a constant if all words have the same tag."""
+    # scikit-learn refuses to fit a linear model on a single label.
+    if len(set(labels)) == 1:
+        return DummyClassifier(strategy="most_frequent").fit(features, labels)
     return LogisticRegression(C=1.0, max_iter=200).fit(features, labels)
 
 

@@ -21,7 +21,14 @@ from ..common.constants import CPU_TOKENS, CUDA_TOKENS
 from ..common.data import replace_surrogates
 from ..common.errors import UserError, one_line
 from ..common.files import read_json
-from ..common.loading import check_model, choose_device, load_tokenizer, model_file, text_limit
+from ..common.loading import (
+    check_model,
+    check_regression_dtype,
+    choose_device,
+    load_tokenizer,
+    model_file,
+    text_limit,
+)
 from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.packed_encoder import token_batches
@@ -45,6 +52,7 @@ from ..finetuning.tagging import (
     split_words,
     token_positions,
 )
+from ..finetuning.tokenization import tokenize_rows
 from ..quantization.int8 import quantize_int8
 from .options import PredictOptions
 
@@ -125,6 +133,20 @@ def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
 
 
 @dataclass(frozen=True)
+class WordSpan:
+    """Neighboring words of a text in a sequence.
+
+    Attributes:
+        first: Index of the first word in the text.
+        positions: (W,) index of the first token of each word in the sequence; -1 for a word without
+            a token.
+    """
+
+    first: int
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokenized sequences of texts: one per text, or several windows per text.
 
@@ -132,15 +154,14 @@ class Batch:
         ids: Token ids of each sequence.
         types: Token types of each sequence, for models with segments.
         rows: Index of the text of each sequence.
-        positions: For each sequence, the index of the first token of each word of its text; -1 for
-            a word that is not in the sequence.
+        words: Words of each sequence, for token classification.
         truncation: Truncation statistics.
     """
 
     ids: list[np.ndarray]
     types: list[np.ndarray] | None
     rows: np.ndarray
-    positions: list[np.ndarray] | None
+    words: list[WordSpan] | None
     truncation: Truncation
 
 
@@ -214,6 +235,9 @@ class PackedClassifier:
                 f"{name} cannot be loaded as a classifier: {one_line(error)}."
             ) from error
 
+        # The single output of a reranker is a score without a unit, and may be rounded.
+        if model.config.problem_type == "regression":
+            check_regression_dtype(dtype)
         # transformers initializes missing weights randomly, and only warns about them.
         if info["missing_keys"]:
             raise UserError(
@@ -257,34 +281,32 @@ class PackedClassifier:
         if self.windows is not None:
             return self._windows([text for (text,) in texts], words)
 
-        columns = [list(column) for column in zip(*texts)]
-        # The texts are tokenized twice, because truncated encodings do not contain the complete
-        # lengths.
-        complete = self.tokenizer(*columns, truncation=False, verbose=False)["input_ids"]
-        lengths = [len(ids) for ids in complete]
+        ids: list[np.ndarray] = []
+        types: list[np.ndarray] = []
+        offsets: list[np.ndarray] = []
+        lengths: list[int] = []
         is_tagged = self.task.name == TOKENS
-        encoded = self.tokenizer(
-            *columns,
-            truncation=True,
-            max_length=self.max_length,
-            return_offsets_mapping=is_tagged,
-        )
+        groups = tokenize_rows(self.tokenizer, texts, self.max_length, with_offsets=is_tagged)
+        for encoded, group_lengths in groups:
+            lengths += group_lengths
+            ids += [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
+            # NeoBERT has no segments, so only other models need token types.
+            if not self.packs and "token_type_ids" in encoded:
+                types += [np.asarray(row, dtype=np.int64) for row in encoded["token_type_ids"]]
+            if is_tagged:
+                offsets += [np.asarray(row, dtype=np.int64) for row in encoded["offset_mapping"]]
 
-        ids = [np.asarray(row, dtype=np.int32) for row in encoded["input_ids"]]
-        # NeoBERT has no segments, so only other models need token types.
-        types = None
-        if not self.packs and "token_type_ids" in encoded:
-            types = [np.asarray(row, dtype=np.int64) for row in encoded["token_type_ids"]]
-
-        # The words beyond the maximum length have the position -1.
-        positions = None
+        spans = None
         if is_tagged:
-            offsets = encoded["offset_mapping"]
-            positions = [token_positions(row, pairs) for row, pairs in zip(words, offsets)]
+            spans = [
+                # The words beyond the maximum length have the position -1.
+                WordSpan(0, token_positions(bounds, row))
+                for bounds, row in zip(words, offsets)
+            ]
 
         kept = [len(row) for row in ids]
         truncation = Truncation.from_lengths(kept, lengths)
-        return Batch(ids, types, np.arange(len(ids)), positions, truncation)
+        return Batch(ids, types or None, np.arange(len(ids)), spans, truncation)
 
     def _windows(self, texts: list[str], words: Sequence[Bounds]) -> Batch:
         """Return the windows of texts, see `tokenize`."""
@@ -301,18 +323,22 @@ class PackedClassifier:
             with_offsets=is_tagged,
         )
 
-        # Offsets are positions in the whole text, so a window has a position for every word of the
-        # text. Most of them are -1.
-        positions = None
+        spans = None
         if windows.offsets is not None:
-            positions = [
-                token_positions(words[row], offsets)
-                for row, offsets in zip(windows.rows, windows.offsets)
-            ]
+            assert windows.starts is not None and windows.ends is not None
+            word_bounds = [np.asarray(row, dtype=np.int64).reshape(-1, 2) for row in words]
+            spans = []
+            bounds = zip(windows.rows, windows.starts, windows.ends, windows.offsets)
+            for row, start, end, offsets in bounds:
+                # Words do not overlap, so their starts and ends are sorted.
+                first = int(np.searchsorted(word_bounds[row][:, 1], start, side="right"))
+                stop = int(np.searchsorted(word_bounds[row][:, 0], end, side="left"))
+                positions = token_positions(word_bounds[row][first:stop], offsets)
+                spans.append(WordSpan(first, positions))
 
         # Windows contain all tokens of a text, so nothing is truncated.
         truncation = Truncation.from_lengths(lengths, lengths)
-        return Batch(windows.tokens, None, windows.rows, positions, truncation)
+        return Batch(windows.tokens, None, windows.rows, spans, truncation)
 
     # --------------------------------------------------------------------------------------------
     # logits
@@ -468,20 +494,24 @@ class PackedClassifier:
             batch: Sequences of the texts.
             logits: Logits of each sequence, (L, C).
         """
-        assert batch.positions is not None
+        assert batch.words is not None
         # A word that was truncated has no logits, and its margin stays -1.
         count = len(self.task.labels)
         word_logits = [np.zeros((len(bounds), count), np.float32) for bounds in words]
         margins = [np.full(len(bounds), -1) for bounds in words]
 
-        for row, positions, values in zip(batch.rows, batch.positions, logits):
+        for row, span, values in zip(batch.rows, batch.words, logits):
             # A word near an end of the window has little context, so the distance to the nearer end
-            # decides. A word that is not in the window has the distance -1 and never wins.
+            # decides. A word without a token has the distance -1 and never wins.
+            positions = span.positions
             distances = np.minimum(positions, len(values) - 1 - positions)
             distances[positions < 0] = -1
-            is_better = distances > margins[row]
-            word_logits[row][is_better] = values[positions[is_better]]
-            margins[row][is_better] = distances[is_better]
+
+            # Slices of arrays are views, so the arrays of the text are updated.
+            covered = slice(span.first, span.first + len(positions))
+            is_better = distances > margins[row][covered]
+            word_logits[row][covered][is_better] = values[positions[is_better]]
+            margins[row][covered][is_better] = distances[is_better]
 
         # Each word has the label with the highest probability, and labels of neighboring words form
         # entities.

@@ -107,9 +107,11 @@ class Table:
         if output_format != ".parquet":
             return cls(output_format, tuple(input_columns), prediction_columns)
 
-        # The types of a parquet input are copied. Those of text formats are inferred.
-        if files[0].format == ".parquet":
-            input_schema = data.schema(files[0])
+        # The types of a parquet input are copied. Those of text formats are inferred. A parquet
+        # file without rows may lack the types.
+        first = next(file for file in files if not data.is_empty(file))
+        if first.format == ".parquet":
+            input_schema = data.schema(first)
             fields = [(name, input_schema.field(name).type) for name in input_columns]
         else:
             fields = [*inferred_types(files, input_columns).items()]
@@ -150,7 +152,9 @@ class Table:
         columns: dict[str, Any] = {}
         for name in self.input_columns:
             values = [row[name] for row in rows]
-            columns[name] = column_array(values, self.schema.field(name), file)
+            columns[name] = column_array(
+                values, self.schema.field(name), file, "Use an output that ends in .jsonl."
+            )
         for name, arrow_type in self.prediction_columns.items():
             values = [prediction.get(name) for prediction in predictions]
             columns[name] = pyarrow.array(values, arrow_type)

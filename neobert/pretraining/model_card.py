@@ -82,12 +82,14 @@ def _origin(run: PretrainingRun) -> str:
 
 def _settings_rows(run: PretrainingRun, result: Mapping[str, Any]) -> list[list[object]]:
     """Return the rows of the card's table of settings."""
+    masking = run.options.masking
+    fractions = masking.mask_schedule or [masking.mlm_probability]
     return [
         ["steps", f"{result['steps']:,}"],
         ["tokens", f"{result['tokens_seen']:,}"],
         ["maximum length", f"{run.options.batch.max_length:,}"],
         ["peak learning rate", f"{run.training.learning_rate:g}"],
-        ["masked tokens", f"{run.options.masking.mlm_probability:.0%}"],
+        ["masked tokens", " to ".join(f"{fraction:.0%}" for fraction in fractions)],
         ["dtype", mixed_precision(run.training)],
         ["seed", run.training.seed],
     ]
@@ -142,7 +144,7 @@ def comparison_table(
             change = f"{metrics[key] - before[key]:+.3f}"
         cells = [_cell(values, key) for values in columns.values()]
         rows.append([key.removeprefix("eval_").replace("_", " "), *cells, change])
-    return f"{markdown_table(['validation text', *columns, 'change'], rows)}\n{_EXPLANATION}\n"
+    return f"{markdown_table(['metric', *columns, 'change'], rows)}\n{_EXPLANATION}\n"
 
 
 def _with_eval_prefix(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..common.errors import UserError, one_line, require
 from ..common.files import read_json
 from ..common.loading import (
     check_model,
+    check_regression_dtype,
     choose_device,
     dtype_name,
     load_tokenizer,
@@ -109,7 +110,7 @@ class Encoder:
                 texts[index] = item
             elif self._has_special_tokens(item):
                 self._check_ids(index, item, prompt)
-                ids[index] = np.asarray(item[: self.max_length], dtype=np.int32)
+                ids[index] = np.asarray(self._truncated(item), dtype=np.int32)
                 lengths[index] = len(item)
             else:
                 texts[index] = self._decode(index, item)
@@ -124,6 +125,14 @@ class Encoder:
 
         excluded_prompt = "" if self.packed_encoder.packs else prompt
         return [Tokens(ids[index], excluded_prompt) for index in range(len(items))]
+
+    def _truncated(self, ids: list[int]) -> list[int]:
+        """Return the first token ids, up to the limit of the model."""
+        kept = ids[: self.max_length]
+        # A tokenizer that truncates keeps the special token at the end, too.
+        if len(kept) < len(ids) and self._ends is not None:
+            kept[-1] = ids[-1]
+        return kept
 
     def _has_special_tokens(self, ids: list[int]) -> bool:
         return self._ends is None or (ids[0], ids[-1]) == self._ends
@@ -287,6 +296,8 @@ class Classifier:
 
         if model.config.model_type != "neobert":
             raise UserError(f"`classifier` must be a NeoBERT sequence classifier, got {folder}.")
+        if model.config.problem_type == "regression":
+            check_regression_dtype(str(dtype).removeprefix("torch."))
         # transformers initializes missing weights randomly, and only warns about them.
         if info["missing_keys"]:
             raise UserError(

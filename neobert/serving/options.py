@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
-from ..embeddings.options import BATCH_TOKENS_HELP, EncoderOptions
+from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
 
 
 API_KEY_VARIABLE = "NEOBERT_API_KEY"
@@ -39,8 +39,7 @@ class ModelOptions(OptionGroup):
     )
     dtype: Literal["float32", "bfloat16", "int8", "auto"] = option(
         "float32",
-        "Precision of the models. int8 is for NeoBERT on a CPU. auto is float16 on CUDA and "
-        "elsewhere the fastest of the floating-point types by a short measurement.",
+        f"Precision of the models. int8 is for NeoBERT on a CPU. {AUTO_DTYPE_HELP}",
     )
     device: str | None = option(
         None, "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.", metavar="NAME"

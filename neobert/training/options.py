@@ -22,8 +22,8 @@ ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 
 # A run resumes from checkpoints with the state of the optimizer, and `RunTrainer` must see losses
-# that are not finite.
-_FIXED = {"save_only_model": False, "logging_nan_inf_filter": False}
+# that are not finite. Trainer would upload its output directory, which may contain the texts.
+_FIXED = {"save_only_model": False, "logging_nan_inf_filter": False, "push_to_hub": False}
 
 # Bounds of options that Trainer does not check. Values out of range fail after the work has begun.
 _BOUNDS = {
@@ -49,18 +49,17 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
 
 
 def check_services(options: Mapping[str, Any]) -> None:
-    """Check that the experiment trackers and the Hub can be used, before any work is done.
+    """Check that the experiment trackers can be used, before any work is done.
 
     Args:
         options: Options of Trainer.
 
     Raises:
-        UserError: If a tracker of `report_to` is not installed, or if `push_to_hub` is set and
-            the Hub does not accept the user's token.
+        UserError: If a tracker of `report_to` is not installed.
     """
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-    # Both errors would otherwise appear after data and models are loaded.
+    # The error would otherwise appear after data and models are loaded.
     trackers = options.get("report_to") or []
     trackers = [trackers] if isinstance(trackers, str) else trackers
     available = {"none", "all", *get_available_reporting_integrations()}
@@ -69,18 +68,6 @@ def check_services(options: Mapping[str, Any]) -> None:
             f"`report_to` names {listed(missing)}, which is not installed. Run `pip install "
             f"{missing[0]}`, or pass --report-to none."
         )
-
-    if options.get("push_to_hub"):
-        from huggingface_hub import HfApi
-
-        # huggingface_hub and httpx raise several types of errors.
-        try:
-            HfApi().whoami()
-        except Exception as error:
-            raise UserError(
-                f"`push_to_hub` needs a connection to the Hub and a valid token: "
-                f"{one_line(error)}. Run `hf auth login`, or omit --push-to-hub."
-            ) from error
 
 
 @overload
@@ -138,6 +125,11 @@ def training_arguments(
             raise UserError(
                 f"`{name}` compiles the complete model, which then cannot pack its batches. Pass "
                 "--compile, which compiles the blocks."
+            )
+        if name == "push_to_hub":
+            raise UserError(
+                "`push_to_hub` would upload the checkpoints and the prepared texts. Omit the "
+                "option, and upload the model after the run: hf upload USER/NAME OUTPUT."
             )
         raise UserError(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -16,6 +17,7 @@ from neobert.common.errors import UserError
 from neobert.common.folders import (
     check_disjoint,
     check_new,
+    locked,
     new_file,
     new_folder,
     remove_leftover,
@@ -134,6 +136,26 @@ def test_second_process_is_rejected_until_the_first_ends(tmp_path):
 
     make(tmp_path / "a")
     assert everything(tmp_path) == ["a", "a/below", "a/below/file"]
+
+
+def test_lock_waits_on_request(tmp_path):
+    """With `wait`, a directory is locked after the other lock has been released."""
+    events = []
+
+    def work():
+        with locked(tmp_path, wait=True):
+            events.append("second")
+
+    thread = threading.Thread(target=work)
+    with locked(tmp_path):
+        with pytest.raises(UserError, match="is in use by another run"), locked(tmp_path):
+            pass
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        events.append("first")
+    thread.join(30)
+    assert events == ["first", "second"]
 
 
 def test_a_new_file(tmp_path):

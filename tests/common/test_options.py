@@ -36,7 +36,9 @@ class BatchOptions(OptionGroup):
     dropout: Annotated[float, Meta(ge=0, lt=1)] | None = option(None, "Dropout, 100 % is 1.0.")
     long_texts: Literal["truncate", "windows"] = option("truncate", "Treatment of long texts.")
     compile: bool = option(False, "Compile the model.", affects_results=False)
-    prefix: str = option("", "Text before each sequence.")
+    prefix: str = option("", "Text before each sequence.", may_be_empty=True)
+    suffix: str = option("", "Text after each sequence.")
+    query: str | None = option(None, "Text before each query.", may_be_empty=True)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,17 @@ def test_empty_value_is_rejected():
     """Check that an empty value is rejected, because a variable of the shell may be unset."""
     with pytest.raises(UserError, match="`--for` is empty"):
         PARSER.read(["a.txt", "--for", ""])
+    with pytest.raises(UserError, match="`--columns` is empty"):
+        PARSER.read(["a.txt", "--columns", "a", ""])
+
+
+def test_empty_value_is_accepted_if_the_option_allows_it():
+    """An empty value depends on `may_be_empty`, and not on the default of the option."""
+    batch = PARSER.read(["a.txt", "--prefix", "", "--query", ""]).batch
+    assert (batch.prefix, batch.query) == ("", "")
+    assert PARSER.read(["a.txt"]).batch.query is None
+    with pytest.raises(UserError, match="`--suffix` is empty"):
+        PARSER.read(["a.txt", "--suffix", ""])
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ from neobert.contrastive.data import (
     load_source,
     lookup,
     unusable,
+    with_negatives,
 )
-from neobert.contrastive.options import read_sources
+from neobert.contrastive.options import OPTIONS, read_sources
 from neobert.embeddings.packed_encoder import load_sentence_transformer
+from neobert.evaluation.retrieval import queries_from_rows
 
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "contrastive.yaml"
@@ -219,6 +221,23 @@ def test_examples_have_equal_numbers_of_negatives():
     assert unusable({**row, "q": None}, source, 3) == "without anchor"
 
 
+def test_only_numbered_columns_are_negatives(tmp_path):
+    """Columns such as `negative_id` and `negative_score` contain no negatives."""
+    row = {"anchor": "a", "positive": "p", "negative": "n", "negative_1": "n1", "negative_12": "n2"}
+    row |= {"negative_id": "id", "negative_score": 0.5, "negative_": "x", "my_negative": "y"}
+    row |= {"negatives": "z", "negative_1_score": 0.5}
+    path = str(write_jsonl(tmp_path / "a.jsonl", [row] * 2))
+
+    source = with_negatives(PairSource(name="a", path=path))
+    assert source.negatives == ["negative", "negative_1", "negative_12"]
+    negatives = {"negative_1": "n", "negative_2": "n1", "negative_3": "n2"}
+    assert load_source(source)[0] == {"anchor": "a", "positive": "p", **negatives}
+
+    queries = queries_from_rows([row])
+    assert queries.relevant == {"a": {"p"}}
+    assert queries.texts == ["p", "n", "n1", "n2"]
+
+
 @pytest.mark.parametrize("place", ["file", "data set of the library"])
 def test_rows_that_are_left_out_are_logged(tmp_path, caplog, place):
     """Rows without a text or with a low or missing score are left out, and the counts are logged.
@@ -401,6 +420,14 @@ def test_instructions_are_prepended_to_queries_only(model_folder, triplets, pair
         assert len(batch["anchor_input_ids"]) == 8
         sampled_datasets.add(name)
     assert sampled_datasets == {"animals", "things"}, "a dataset was not sampled"
+
+
+def test_empty_instruction_is_the_default():
+    """`--instruction ""` is accepted, and means no instruction."""
+    line = ["--pairs", "a.jsonl", "--model", "m", "--output", "o"]
+    options = OPTIONS["contrastive"].read([*line, "--instruction", ""])
+    assert options.instructions.instruction == ""
+    assert options == OPTIONS["contrastive"].read(line)
 
 
 def test_instructions_from_file(model_folder, triplets, pairs, tmp_path):

@@ -169,3 +169,8 @@ def test_unsharded_tensors_of_one_process(tmp_path):
     assert sorted(tensors) == ["model.encoder.weight", "model.scalar"]
     assert torch.equal(tensors["model.encoder.weight"], state["model"]["encoder.weight"])
     assert tensors["model.scalar"].item() == 2
+
+    # `Stateful` wrappers of torch's tutorials add a prefix, also to the optimizer.
+    dcp.save({"app": state | training_state}, checkpoint_id=str(tmp_path / "app"))
+    names = sorted(open_checkpoint(tmp_path / "app").tensors)
+    assert names == ["model.encoder.weight", "model.scalar"]

@@ -340,17 +340,29 @@ def test_outlier_row_does_not_shrink_other_embeddings(teacher):
 
 def test_the_default_student_has_half_of_the_layers(teacher):
     """Check the default student, and which students start with embeddings of the teacher."""
-    encoder = SentenceTransformer(teacher, device="cpu")
+    encoder = PackedEncoder(teacher, device="cpu")
     options = options_for(teacher, model_config={})
     assert starts_from_teacher(*options, encoder)
 
-    config = build_student(*options, encoder, 32)[0].auto_model.config
+    student = build_student(*options, encoder.sentence_transformer, 32)
+    config = student[0].auto_model.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 1, 4)
 
     wide = options_for(teacher, model_config={**STUDENT, "hidden_size": 64})
     assert not starts_from_teacher(*wide, encoder)
     loaded = options_for(teacher, model_config={}, init_from="x")
     assert not starts_from_teacher(*loaded, encoder)
+
+    # Without `model_config`, the hidden size is that of the teacher, whose Dense module may have
+    # fewer outputs.
+    narrow = SentenceTransformer(
+        modules=[
+            *encoder.sentence_transformer.children(),
+            modules.Dense(32, 16, bias=False, activation_function=torch.nn.Identity()),
+        ],
+        device="cpu",
+    )
+    assert not starts_from_teacher(*options, PackedEncoder(narrow, device="cpu"))
 
 
 def test_warning_for_unimproved_student():
@@ -489,15 +501,16 @@ class CountingTeacher:
     """
 
     embedding_dimension = 2
+    default_prompt = ""
 
     def __init__(self, max_texts=1000):
         self.texts = 0
         self.max_texts = max_texts
 
-    def tokenize(self, texts):
-        return texts
+    def tokenize(self, texts, prompt):
+        return [prompt + text for text in texts]
 
-    def embed(self, texts, progress):
+    def embed(self, texts, progress, prompt):
         if self.texts + len(texts) > self.max_texts:
             raise KeyboardInterrupt
         self.texts += len(texts)
@@ -520,6 +533,17 @@ def test_teacher_embeddings_resume_after_interruption(tmp_path, monkeypatch):
     assert embeddings.tolist() == [[i, 1] for i in range(1, 26)]
     # A teacher that must not encode any text shows that all embeddings are read from the file.
     assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
+
+
+def test_teacher_embeddings_have_the_default_prompt(tmp_path, teacher):
+    """The targets are the embeddings that `teacher.encode` returns, with its default prompt."""
+    encoder = SentenceTransformer(teacher, device="cpu")
+    encoder.prompts = {"search": "query: "}
+    encoder.default_prompt_name = "search"
+    packed_encoder = PackedEncoder(encoder, device="cpu")
+    embeddings = teacher_embeddings(tmp_path / "v.npy", ["a cat", "an eagle"], packed_encoder)
+    np.testing.assert_allclose(embeddings, encoder.encode(["a cat", "an eagle"]), atol=1e-3)
+    assert not np.allclose(embeddings, encoder.encode(["a cat", "an eagle"], prompt=""), atol=0.01)
 
 
 def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):

@@ -275,6 +275,37 @@ def test_max_length_is_limited_by_model_positions(tmp_path, tokenizer_dir):
     assert encoder.max_length == 40 and encoder.encode(["word " * 300]).shape == (1, 32)
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "linear"])
+def test_context_extended_by_rope_scaling(rope_type, tmp_path, tokenizer_dir):
+    """`max_length` may be as long as the extended context, which sentence-transformers ignores."""
+    rope = {"rope_type": rope_type, "factor": 2.0}
+    config = NeoBERTConfig(**SMALL, max_position_embeddings=40, rope_scaling=rope)
+    NeoBERTModel(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
+    modules = [Transformer(str(tmp_path / "model")), Pooling(32, "mean")]
+    reference = SentenceTransformer(modules=modules, device="cpu")
+    reference.max_seq_length = 80
+
+    encoder = PackedEncoder(str(tmp_path / "model"), max_length=200, dtype="float32", device="cpu")
+    texts = ["word " * 70, "word " * 300, "a cat"]
+    assert encoder.max_length == 80
+    close(encoder.encode(texts), reference.encode(texts))
+
+
+def test_truncate_dim_of_the_model_is_applied(model_folder, tmp_path):
+    """Embeddings have the number of values that the model stores, as in SentenceTransformer."""
+    modules = [Transformer(str(model_folder)), Pooling(64, "mean")]
+    SentenceTransformer(modules=modules, device="cpu", truncate_dim=8).save_pretrained(
+        str(tmp_path)
+    )
+    reference = SentenceTransformer(str(tmp_path), device="cpu")
+    if reference.truncate_dim is None:
+        pytest.skip("this version of sentence-transformers does not store truncate_dim")
+    encoder = PackedEncoder(str(tmp_path), dtype="float32", device="cpu")
+    assert encoder.embedding_dimension == 8
+    close(encoder.encode(["a cat", "a dog"]), reference.encode(["a cat", "a dog"]))
+
+
 def test_error_has_index_of_first_non_finite_embedding(reference, monkeypatch):
     """The error contains the index of the first text whose embedding is not finite.
 

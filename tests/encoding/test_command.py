@@ -492,6 +492,15 @@ def test_default_prompt_of_the_model(corpus, model_folder, reference, tmp_path):
         embed(corpus, tmp_path / "out", model_folder, encoder, rows=16)
 
 
+def test_empty_prompt_is_an_option_and_empty_column_is_refused():
+    """An empty prompt differs from no prompt, and an empty column name is an error."""
+    line = ["a.jsonl", "out", "--model", "m"]
+    assert OPTIONS["encode"].read([*line, "--prompt", ""]).model.prompt == ""
+    assert OPTIONS["encode"].read(line).model.prompt is None
+    with pytest.raises(UserError, match="`--text-column` is empty"):
+        OPTIONS["encode"].read([*line, "--text-column", ""])
+
+
 @pytest.mark.parametrize(
     ("pattern", "output"),
     [

@@ -36,7 +36,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 from neobert.common.errors import UserError
 from neobert.encoding import parts
-from neobert.encoding.folder import Folder
+from neobert.encoding.folder import Folder, clear, new_file
 from neobert.encoding.manifest import Manifest
 
 
@@ -206,6 +206,39 @@ def test_outputs_of_other_versions_are_refused(folder, model_folder, encoder, tm
     (tmp_path / "new" / "_metadata.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="new must have been written by this version of neobert"):
         embed(folder, tmp_path / "new", model_folder, encoder)
+
+
+@pytest.mark.parametrize("source", ["", "a-00000.parquet"])
+def test_temporary_files_of_unfinished_files_are_kept(tmp_path, source):
+    """A temporary file is removed if its file exists, and may be in use otherwise.
+
+    `source` is the file whose temporary files are removed, or "" for all files of the directory.
+    """
+    filesystem = fsspec.filesystem("file")
+    names = ["a-00000.parquet", "a-00001.parquet", "x.y[1]-00000.parquet", "_metadata.json"]
+    temporary = {}
+    for name in names:
+        # The process would be killed at the end of the block.
+        with new_file(filesystem, str(tmp_path / name)):
+            (path,) = tmp_path.glob(".*.tmp")
+            temporary[name] = path.name
+        (tmp_path / name).unlink()
+    for name in temporary.values():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+
+    def remaining():
+        return {path.name for path in tmp_path.glob(".*.tmp")}
+
+    clear(filesystem, f"{tmp_path}/{source}")
+    assert remaining() == set(temporary.values())
+
+    for name in ("a-00000.parquet", "x.y[1]-00000.parquet", "_metadata.json"):
+        (tmp_path / name).write_text("x")
+    clear(filesystem, f"{tmp_path}/{source}")
+    kept = [name for name in names if not (tmp_path / name).exists()] if source == "" else names[1:]
+    assert remaining() == {temporary[name] for name in kept}
+    assert kept[0] == "a-00001.parquet"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,10 +22,12 @@ from helpers.encode_runs import (
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
+from neobert.embeddings import windows as windows_module
 from neobert.embeddings.cpu_forward import CpuForward
 from neobert.embeddings.packed_encoder import PackedEncoder
-from neobert.embeddings.windows import WindowSettings, tokenize_windows
+from neobert.embeddings.windows import WindowSettings, text_groups, tokenize_windows
 from neobert.encoding import command as encode
+from neobert.encoding import parts
 from neobert.encoding.manifest import Truncation
 from neobert.encoding.options import OPTIONS
 
@@ -159,6 +161,25 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
     assert last_ends.tolist() == [len(text.rstrip()) for text in texts]
 
 
+@pytest.mark.parametrize("limit", [1, 10, 25, 1000])
+def test_groups_of_texts_have_a_maximum_number_of_characters(monkeypatch, limit):
+    """Groups contain every text once, and at most `limit` characters or a single text.
+
+    Each group is as large as possible.
+    """
+    monkeypatch.setattr(windows_module, "_CHARACTERS", limit)
+    generator = random.Random(limit)
+    for count in range(30):
+        lengths = [generator.choice((0, 1, 3, 9, 30)) for _ in range(count)]
+        groups = [list(range(count))[group] for group in text_groups(lengths)]
+        assert sum(groups, []) == list(range(count)) and all(groups)
+        for group, following in zip(groups, [*groups[1:], None]):
+            size = sum(lengths[index] for index in group)
+            assert size <= limit or len(group) == 1
+            if following is not None:
+                assert size + lengths[following[0]] > limit
+
+
 # ------------------------------------------------------------------------------------------------
 # output
 
@@ -185,6 +206,31 @@ def test_rows_contain_window_positions_and_copied_columns(corpus, model_folder, 
     assert output.endswith(
         f"none truncated, the longest has {longest} tokens; all parts are complete\n"
     )
+
+
+@pytest.mark.parametrize("limit", [1, 2000])
+def test_windows_with_long_copied_texts_are_written_in_parts(
+    corpus, model_folder, tmp_path, monkeypatch, limit
+):
+    """The output does not depend on `_TABLE_BYTES`, which bounds the memory of repeated texts."""
+    options = {"keep": ["id,text"], **WINDOWS}
+    embed(corpus, tmp_path / "one.parquet", model_folder, **options)
+    monkeypatch.setattr(parts, "_TABLE_BYTES", limit)
+    embed(corpus, tmp_path / "many", model_folder, **options)
+
+    table = pyarrow.parquet.read_table(tmp_path / "one.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "many").equals(table)
+
+    # Each table that is written is a row group of the part.
+    metadata = pyarrow.parquet.read_metadata(tmp_path / "many" / "corpus-00000.parquet")
+    sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    assert sum(sizes) == len(table) > 60
+    if limit == 1:
+        assert set(sizes) == {1}
+    else:
+        # The mean size of a copied row is that of all texts.
+        characters = sum(map(len, documents())) / len(documents())
+        assert len(set(sizes[:-1])) == 1 and 1 < sizes[0] <= limit / characters
 
 
 # ------------------------------------------------------------------------------------------------

@@ -301,6 +301,43 @@ def test_second_run_adds_tasks_and_refuses_another_model(
     assert run(model_folder, out, "TinySTS", "TinyRetrieval")["scores"] == both["scores"]
 
 
+def test_scores_of_another_process_are_kept(model_folder, tmp_path, monkeypatch):
+    """Scores that another process writes during the evaluation are kept."""
+    evaluate = mteb.evaluate
+
+    def evaluate_slowly(*args, **kwargs):
+        # The other process evaluates another task with the same name.
+        monkeypatch.setattr(mteb, "evaluate", evaluate)
+        results = evaluate(*args, **kwargs)
+        run(model_folder, tmp_path, "TinyRetrieval")
+        return results
+
+    monkeypatch.setattr(mteb, "evaluate", evaluate_slowly)
+    report = run(model_folder, tmp_path, "TinySTS")
+    assert report["scores"].keys() == {"TinySTS", "TinyRetrieval"}
+    assert None not in report["scores"].values()
+    assert report["types"] == {"TinySTS": "STS", "TinyRetrieval": "Retrieval"}
+    assert "| **mean over 2 tasks** |" in (tmp_path / "table.md").read_text()
+
+
+def test_other_weights_of_another_process_are_refused(
+    model_folder, tokenizer_dir, tmp_path, monkeypatch
+):
+    """Scores of other weights that appear during the evaluation are not mixed with the new ones."""
+    other_model = small_model(tmp_path / "other", tokenizer_dir, seed=2)
+    evaluate = mteb.evaluate
+
+    def evaluate_slowly(*args, **kwargs):
+        monkeypatch.setattr(mteb, "evaluate", evaluate)
+        run(other_model, tmp_path / "out", "TinySTS")
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(mteb, "evaluate", evaluate_slowly)
+    with pytest.raises(UserError, match="tiny.json contains the scores of other weights"):
+        run(model_folder, tmp_path / "out", "TinySTS")
+    assert json.loads((tmp_path / "out" / "tiny.json").read_text())["model"] == other_model
+
+
 @pytest.mark.parametrize("name", ["tiny.json", "table.md"])
 def test_files_of_other_programs_are_not_replaced(model_folder, tmp_path, name):
     """Files that `neobert mteb` has not written are refused and not changed."""

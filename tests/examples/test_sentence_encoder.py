@@ -156,11 +156,11 @@ def test_model_card_tables_match_benchmark_results():
         "all-MiniLM-L6-v2, the teacher": "teacher",
         "the teacher with layers 0, 1, 4, 5, without training": "teacher, layers 0, 1, 4, 5",
         "the teacher with layers 0, 1, 4, 5, fine-tuned": "teacher, layers 0, 1, 4, 5, fine-tuned",
-        "this encoder": "ours",
+        "this encoder": "encoder",
         "paraphrase-MiniLM-L3-v2": "paraphrase-MiniLM-L3-v2, 256 tokens",
         "paraphrase-MiniLM-L3-v2, 128 tokens": "paraphrase-MiniLM-L3-v2, 128 tokens",
         "BM25": "BM25",
-        "static embeddings of the teacher (model2vec)": "static table",
+        "static embeddings of the teacher (model2vec)": "static embeddings",
     }
     rows = {row[0]: row[1:] for row in tables[0][1:]}
     for name, system in names.items():

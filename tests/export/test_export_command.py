@@ -112,7 +112,12 @@ def test_default_prompt_and_similarity_function_are_kept(sentence_folder, tmp_pa
     """The settings of sentence-transformers are kept, also those of a model without prompts."""
     (tmp_path / "tokenizer").mkdir()
     values = {"prompts": {"query": "a "}, "default_prompt_name": "query"}
-    cases = (values, {"similarity_fn_name": "dot"}, {**values, "similarity_fn_name": "euclidean"})
+    cases = (
+        values,
+        {"similarity_fn_name": "dot"},
+        {**values, "similarity_fn_name": "euclidean"},
+        {"truncate_dim": 8},
+    )
     for number, expected in enumerate(cases):
         model_folder = shutil.copytree(sentence_folder, tmp_path / f"model-{number}")
         (model_folder / "config_sentence_transformers.json").write_text(json.dumps(expected))

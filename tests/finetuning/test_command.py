@@ -13,6 +13,8 @@ from helpers.glue_runs import make_world, run  # noqa: F401
 from transformers import DistilBertConfig
 
 from neobert.common import loading
+from neobert.common.errors import UserError
+from neobert.embeddings import windows
 from neobert.finetuning import data as glue_rows
 from neobert.finetuning import glue_run
 from neobert.finetuning import model as glue_model
@@ -251,8 +253,13 @@ def test_run_directory_depends_on_result_affecting_options():
     }
 
 
-def test_held_out_rows_are_not_trained_on(world):
-    """The training rows and the held-out rows are disjoint and cover the training split."""
+@pytest.mark.parametrize("characters", [1_000_000, 100])
+def test_held_out_rows_are_not_trained_on(world, monkeypatch, characters):
+    """The training rows and the held-out rows are disjoint and cover the training split.
+
+    Rows are tokenized in groups of at most `characters` characters.
+    """
+    monkeypatch.setattr(windows, "_CHARACTERS", characters)
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
     train, evaluation, slices = glue_rows.prepare(
@@ -279,6 +286,18 @@ def test_held_out_rows_are_a_random_sample():
     _, held_out = glue_rows.split_heldout(1000, 0.1, 2000)
     first_half = sum(row < 500 for row in held_out)
     assert len(held_out) == 100 and 30 < first_half < 70
+
+
+def test_at_least_one_row_is_held_out():
+    """Held-out rows select the checkpoint, so at least one row is held out."""
+    for rows in (2, 5, 9, 10, 19, 20):
+        kept, held_out = glue_rows.split_heldout(rows, 0.1, 2000)
+        assert len(held_out) == max(1, rows // 10)
+        assert sorted(kept + held_out) == list(range(rows))
+
+    message = "`--heldout-fraction` must be a number, greater than 0 and less than 1, got '0'"
+    with pytest.raises(UserError, match=message):
+        make_run("--heldout-fraction", "0")
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,27 @@
 A single word determines the label of a row, so that a tiny model reaches a high accuracy.
 """
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from helpers import finetune_runs as runs
 from helpers.jsonl import write_jsonl
+from helpers.paths import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from neobert.cli import main
 from neobert.common.errors import UserError
-from neobert.finetuning import comparison, evaluation, plots
-from neobert.finetuning.comparison import Result, compare
+from neobert.embeddings import windows
+from neobert.finetuning import comparison, evaluation, finetune_card, plots, token_baselines
+from neobert.finetuning.comparison import Baselines, Result, compare
+from neobert.finetuning.finetune_options import FINETUNE
 from neobert.finetuning.rows import Examples, TextTask
+from neobert.finetuning.splits import Splits
+from neobert.finetuning.tagging import split_words
+from neobert.finetuning.tokenization import tokenize_rows
 
 
 def value(result, metric, entry="fine_tuned"):
@@ -201,7 +209,7 @@ def test_the_command_prints_the_comparison(classified, tmp_path, capsys, caplog)
     caplog.set_level("INFO", "neobert")
     assert main(["finetune", *runs.command_line(folder)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("| model | accuracy | macro f1 | matthews |\n")
+    assert printed.startswith("| model | accuracy | macro F1 | matthews |\n")
     assert "| TF-IDF + logistic regression | " in printed
     assert "Fine-tuning is" in caplog.text
 
@@ -271,6 +279,30 @@ def test_a_metric_of_another_task_is_refused(tmp_path):
         runs.run(tmp_path, [], "--metric", "spearman")
 
 
+@pytest.mark.parametrize("count", [1, plots.MAX_LABELS, plots.MAX_LABELS + 1])
+@pytest.mark.parametrize("name", ["classification", "multi-label"])
+def test_card_shows_a_plot_only_if_it_is_written(tmp_path, name, count):
+    """The model card has an image of the labels exactly if the plot of the labels is written."""
+    labels = tuple(f"label {number}" for number in range(count))
+    metrics = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "rows": 3}
+    result = {
+        "label_table": [{"label": label, **metrics} for label in labels],
+        "mean_distance": None,
+        "confusion_matrix": np.eye(count, dtype=int).tolist(),
+    }
+    task = TextTask(name, ("text",), ("label",), labels)
+    text = finetune_card._labels_section(task, result)
+
+    path = tmp_path / "plot.png"
+    if name == "classification":
+        is_written = plots.plot_confusion(result["confusion_matrix"], labels, path)
+    else:
+        is_written = plots.plot_label_f1(result["label_table"], path)
+    assert is_written == path.exists() == (count <= plots.MAX_LABELS)
+    assert text.count("![") == is_written
+    assert all(f"| {label} | 0.500 |" in text for label in labels) and text.endswith("\n\n")
+
+
 def test_truncated_texts_are_counted(tmp_path, caplog):
     """A truncated text is counted and logged. Also checks a run without baselines."""
     rows = runs.classification_rows()
@@ -281,6 +313,138 @@ def test_truncated_texts_are_counted(tmp_path, caplog):
     assert result["baselines"] == [] and result["comparison"]["baseline"] is None
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_rows_are_tokenized_in_groups(monkeypatch, columns):
+    """Groups of rows have the encodings of a single call of the tokenizer, in the same order.
+
+    `columns` is the number of texts per row.
+    """
+    generator = random.Random(0)
+    rows = [
+        tuple(" ".join(generator.choices(runs.FILL, k=generator.randrange(12))) for _ in "ab")
+        for _ in range(40)
+    ]
+    rows = [row[:columns] for row in rows]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+    expected = tokenizer(
+        *map(list, zip(*rows)), truncation=True, max_length=9, return_offsets_mapping=True
+    )
+
+    monkeypatch.setattr(windows, "_CHARACTERS", 150)
+    groups = list(tokenize_rows(tokenizer, rows, 9, with_offsets=True))
+    assert len(groups) > 5
+    assert expected.keys() == {"input_ids", "attention_mask", "offset_mapping"}
+    for name, values in expected.items():
+        assert [row for encoded, _ in groups for row in encoded[name]] == values
+
+    lengths = [length for _, group_lengths in groups for length in group_lengths]
+    complete = [tokenizer(*([text] for text in row))["input_ids"][0] for row in rows]
+    assert lengths == list(map(len, complete))
+    assert min(lengths) < 9 < max(lengths)
+    assert all("offset_mapping" not in encoded for encoded, _ in tokenize_rows(tokenizer, rows, 9))
+
+
+def test_labels_of_rows_that_are_tokenized_in_groups(monkeypatch):
+    """Each row has its label or the tags of its words, also if it is in a later group."""
+    monkeypatch.setattr(windows, "_CHARACTERS", 40)
+    texts = [(f"film {number} is {'long ' * (number % 4)}good",) for number in range(20)]
+    words = [split_words(text) for (text,) in texts]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+
+    task = TextTask("regression", ("text",), ("score",))
+    scores = [number / 4 for number in range(20)]
+    part = evaluation.tokenize(task, Examples(texts, scores, []), tokenizer, 6, scaling=(0.5, 2))
+    ids = [tokenizer(text, truncation=True, max_length=6)["input_ids"] for (text,) in texts]
+    assert part.dataset["input_ids"][:] == ids
+    assert part.dataset["labels"][:] == [(score - 2) / 0.5 for score in scores]
+    # [CLS], [SEP], "film", the number, "is" and "good" are six tokens.
+    assert part.truncated == 15
+
+    # Each word is one token. The tags are the last digits of the number of the row and the word.
+    task = TextTask("tokens", ("text",), ("tags",), tuple("0123456789"))
+    tags = [[str((row + word) % 10) for word in range(len(words[row]))] for row in range(20)]
+    part = evaluation.tokenize(task, Examples(texts, tags, words), tokenizer, 64)
+    expected = [[-100, *map(int, row_tags), -100] for row_tags in tags]
+    assert part.dataset["labels"][:] == expected
+    assert "offset_mapping" not in part.dataset.column_names
+
+
+def tagged_examples(texts, tag_of):
+    """Return rows whose words have the tags that `tag_of` maps them to, or else `O`."""
+    words = [split_words(text) for text in texts]
+    tags = [
+        [tag_of.get(text[start:end], "O") for start, end in bounds]
+        for text, bounds in zip(texts, words)
+    ]
+    return Examples([(text,) for text in texts], tags, words)
+
+
+def test_token_baselines_of_training_rows_without_entities(tmp_path):
+    """If all training words have the tag `O`, every baseline predicts `O` for every word."""
+    model = str(runs.write_model(tmp_path))
+    task = TextTask("tokens", ("text",), ("entities",), ("O", "B-X", "I-X"), True)
+    train = tagged_examples(["the film is long", "a story of Mary"], {})
+    test = tagged_examples(["Mary is in the house", "", "a film"], {"Mary": "B-X"})
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    baselines = token_baselines.fit_token_baselines(task, train, test, model, tokenizer, 64)
+    assert len(baselines) == 3
+    for name, tags in baselines.items():
+        assert tags == [["O"] * 5, [], ["O"] * 2], f"Unexpected tags of the baseline {name}."
+
+
+def test_token_baselines_learn_from_a_random_sample(monkeypatch):
+    """A linear model is fitted on random rows, because the rows of a file may be sorted."""
+    texts = ["the film is a story"] * 40 + ["Mary saw the house"] * 40
+    train = tagged_examples(texts, {"Mary": "B-X"})
+    monkeypatch.setattr(token_baselines, "MAX_TRAIN_WORDS", 60)
+    test = tagged_examples(["Mary saw the film"], {"Mary": "B-X"})
+    assert token_baselines._linear_tags(train, test) == test.labels
+
+
+@pytest.mark.parametrize("max_words", [1, 7, 60, 10_000])
+def test_sample_has_a_maximum_number_of_words(max_words):
+    """A sample has at most `max_words` words, and at least one row.
+
+    The rows keep their order and their tags. Another row would exceed the maximum.
+    """
+    generator = random.Random(0)
+    texts = [" ".join([f"w{number}"] * generator.randrange(2, 7)) for number in range(200)]
+    # The second half of the rows has other tags.
+    train = tagged_examples(texts, {f"w{number}": "B-X" for number in range(100, 200)})
+    sample = token_baselines._sample(train, max_words)
+
+    indices = [train.texts.index(row) for row in sample.texts]
+    assert indices == sorted(set(indices)) and indices
+    assert sample == train.select(indices)
+    count = sum(len(words) for words in sample.words)
+    total = sum(len(words) for words in train.words)
+    if max_words >= total:
+        assert sample == train
+    elif max_words == 1:
+        assert len(sample) == 1
+    else:
+        # A row has at most 6 words.
+        assert max_words - 6 < count <= max_words
+    if max_words == 60:
+        assert min(indices) < 100 <= max(indices)
+
+
+def test_embedding_baseline_is_skipped_for_a_sample_with_one_label(tmp_path, monkeypatch):
+    """The baseline on embeddings is left out if the sample of training rows has a single label."""
+    train = Examples([(f"film {number}",) for number in range(60)], [0] * 59 + [1], [])
+    validation = Examples([("a house",), ("a film",)], [0, 1], [])
+    task = TextTask("classification", ("text",), ("label",), ("a", "b"))
+    options = FINETUNE.read(
+        ["rows.jsonl", "--output", "out", "--model", str(runs.write_model(tmp_path / "model"))]
+    )
+    # The row with the other label is not in the sample. The sample of the model on TF-IDF features
+    # contains all rows.
+    monkeypatch.setattr(comparison, "MAX_TRAIN_ROWS", 5)
+    baselines = Baselines(task, Splits(train, validation, validation), options, None, 64)
+    names = [result.name for result in baselines.results("accuracy")]
+    assert names == ["majority class", "TF-IDF + logistic regression"]
+
+
 def test_pair_features_contain_difference_and_product():
     """The features of a pair are both embeddings, their absolute difference and their product."""
 
@@ -289,8 +453,6 @@ def test_pair_features_contain_difference_and_product():
 
         def encode(self, texts, show_progress_bar):
             return np.array([[len(text), 1.0] for text in texts])
-
-    from neobert.finetuning.rows import Examples
 
     # The embeddings are [1, 1] and [3, 1].
     features = comparison._embeddings(Encoder(), Examples([("a", "bbb")], [0], []))
@@ -307,8 +469,6 @@ def test_default_options_with_the_bundled_encoder(tmp_path):
     The label of a definition is its first words, which are removed from the text. The majority
     class would reach an accuracy of about one third.
     """
-    from helpers.paths import ROOT
-
     lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
     texts = [line.split("\t")[1] for line in lines]
     rows = []
@@ -340,8 +500,6 @@ def test_name_tagging_beats_the_most_frequent_tag_baseline(tmp_path):
 
     These rows were created from WordNet and are also used for a row of the README.
     """
-    from helpers.paths import ROOT
-
     names = ROOT / "tests" / "data" / "names"
     code = main(
         [

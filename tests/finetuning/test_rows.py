@@ -10,7 +10,7 @@ from helpers.jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.finetuning.finetune_options import DataOptions
-from neobert.finetuning.rows import Examples, TextTask
+from neobert.finetuning.rows import Examples, TextTask, read_rows
 from neobert.finetuning.splits import read_splits, split_rows
 
 
@@ -101,10 +101,22 @@ def test_a_csv_may_contain_lists(tmp_path):
     assert (task.name, task.labels) == ("multi-label", ("a", "b"))
 
 
-def read_parquet(tmp_path, texts, labels, column="label", is_list=False):
-    """Read a parquet file with the class names "sad" and "glad", as `datasets` writes it."""
-    feature = {"names": ["sad", "glad"], "_type": "ClassLabel"}
-    features = {column: {"feature": feature} if is_list else feature, "text": {"dtype": "string"}}
+CLASS_NAMES = {"names": ["sad", "glad"], "_type": "ClassLabel"}
+
+
+def read_parquet(tmp_path, texts, labels, column="label", is_list=False, feature=None):
+    """Read a parquet file as `datasets` writes it.
+
+    Args:
+        tmp_path: Directory of the file.
+        texts: Texts, or lists of words.
+        labels: Values of the label column.
+        column: Name of the label column.
+        is_list: Whether a label is a list.
+        feature: Description of the label column; by default the class names "sad" and "glad".
+    """
+    feature = feature or ({"feature": CLASS_NAMES} if is_list else CLASS_NAMES)
+    features = {column: feature, "text": {"dtype": "string"}}
     table = pyarrow.table({"text": texts, column: labels})
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "rows.parquet")
@@ -116,6 +128,46 @@ def test_class_names_of_a_parquet_file_are_kept(tmp_path):
     task, splits = read_parquet(tmp_path, [f"t {i}" for i in range(40)], [0, 1] * 20)
     assert task.labels == ("sad", "glad")
     assert splits.train.labels[0] == 0
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        [CLASS_NAMES],
+        {"feature": CLASS_NAMES, "_type": "Sequence"},
+        {"feature": CLASS_NAMES, "_type": "List"},
+    ],
+)
+def test_class_names_of_tags_are_kept(tmp_path, feature):
+    """The names of tags are read from the files of all versions of `datasets`.
+
+    Versions 2 and 3 describe a list of class labels by a list, and later ones by a mapping.
+    """
+    texts = [["a", str(i)] for i in range(40)]
+    labels = [[0, 1], [1, 1]] * 20
+    task, splits = read_parquet(tmp_path, texts, labels, "tags", feature=feature)
+    assert (task.name, task.labels, task.bio) == ("tokens", ("glad", "sad"), False)
+    assert {tuple(tags) for tags in splits.train.labels} == {("sad", "glad"), ("glad", "glad")}
+
+
+# Description of a span, with an additional field whose name is a key of class labels.
+SPAN = {
+    "start": {"dtype": "int64", "_type": "Value"},
+    "end": {"dtype": "int64", "_type": "Value"},
+    "label": {"dtype": "string", "_type": "Value"},
+    "names": {"dtype": "string", "_type": "Value"},
+}
+
+
+@pytest.mark.parametrize("feature", [[SPAN], {"feature": SPAN, "_type": "List"}])
+def test_spans_of_a_parquet_file_are_read(tmp_path, feature):
+    """A list of spans has no class names, even if a span has a field `names`."""
+    span = {"start": 0, "end": 3, "label": "PER", "names": "Ada"}
+    texts = [f"Ada {i}" for i in range(40)]
+    task, splits = read_parquet(tmp_path, texts, [[span], []] * 20, "entities", feature=feature)
+    assert (task.name, task.labels) == ("tokens", ("O", "B-PER", "I-PER"))
+    assert {tuple(tags) for tags in splits.train.labels} == {("B-PER", "O"), ("O", "O")}
+    assert read_rows(str(tmp_path / "rows.parquet"), ["text"], ["entities"]).names == ()
 
 
 def test_a_negative_class_number_is_a_missing_label(tmp_path, caplog):

@@ -88,6 +88,52 @@ def test_spans_are_converted_to_word_tags():
     assert tags_from_spans(all_spans, words) == (tags, 2)
 
 
+def brute_force_tags(spans, words):
+    """Return the tags and the number of lost spans by a comparison of every span with every word.
+
+    The span that starts first is used first, and the longest of those that start together.
+    """
+    tags = ["O"] * len(words)
+    lost = 0
+    for span in sorted(spans, key=lambda span: (span["start"], span["start"] - span["end"])):
+        inside = []
+        for index, (start, end) in enumerate(words):
+            if start < span["end"] and span["start"] < end:
+                inside.append(index)
+        if inside and {tags[index] for index in inside} == {"O"}:
+            for index in inside:
+                prefix = "B" if index == inside[0] else "I"
+                tags[index] = f"{prefix}-{span['label']}"
+        else:
+            lost += 1
+    return tags, lost
+
+
+def test_tags_of_random_spans():
+    """The tags of overlapping, empty and outside spans are those of a brute-force comparison."""
+    generator = random.Random(0)
+    total_lost = 0
+    for _ in range(300):
+        # Words may touch each other, and may be empty.
+        words = []
+        start = generator.randrange(3)
+        for _ in range(generator.randrange(8)):
+            end = start + generator.randrange(5)
+            words.append((start, end))
+            start = end + generator.randrange(3)
+
+        spans = []
+        for _ in range(generator.randrange(5)):
+            first = generator.randrange(start + 4)
+            stop = first + generator.randrange(9)
+            spans.append({"start": first, "end": stop, "label": generator.choice("XY")})
+
+        expected = brute_force_tags(spans, words)
+        assert tags_from_spans(spans, words) == expected, f"The tags of {spans} in {words} differ."
+        total_lost += expected[1]
+    assert total_lost > 100
+
+
 def test_token_positions_of_words():
     """`token_positions` returns the first token of each word, or -1 for a truncated word."""
     words = [(0, 3), (4, 9), (9, 10), (11, 14)]

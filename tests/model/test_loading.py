@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -151,6 +153,30 @@ def test_save_pretrained_parents_and_main_process(tmp_path):
     assert files(tmp_path / "a" / "new" / "folder") == SAVED
     model.save_pretrained(tmp_path / "second", is_main_process=False)
     assert not set(tmp_path.glob("second/*.py")) and not (tmp_path / "second/config.json").exists()
+
+
+def test_push_to_hub_uploads_the_code(tmp_path, monkeypatch):
+    """`save_pretrained(push_to_hub=True)` uploads the three code files, also of a second upload."""
+    uploaded = []
+
+    def create_commit(*args, operations, **kwargs):
+        uploaded.append({operation.path_in_repo for operation in operations})
+
+    def create_repo(*args, **kwargs):
+        return SimpleNamespace(repo_id="me/model")
+
+    # transformers 4 imports functions, and version 5 calls methods.
+    for function in (create_commit, create_repo):
+        name = function.__name__
+        monkeypatch.setattr(f"transformers.utils.hub.{name}", function, raising=False)
+        monkeypatch.setattr(f"transformers.modeling_utils.{name}", function, raising=False)
+        monkeypatch.setattr(huggingface_hub.HfApi, name, function)
+    model = make_model(NeoBERTForMaskedLM)
+    for _ in range(2):
+        model.save_pretrained(str(tmp_path / "model"), push_to_hub=True, repo_id="me/model")
+    code = {f"{name}_neobert.py" for name in ("attention", "configuration", "modeling")}
+    assert all(code | {"config.json", "model.safetensors"} <= names for names in uploaded)
+    assert len(uploaded) == 2
 
 
 def test_unknown_tensors_of_a_decoder_are_reported(tmp_path):
@@ -491,6 +517,46 @@ def test_resize_token_embeddings(tied, size, tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # Devices and published names
+
+
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize("unpad", (True, False))
+@pytest.mark.parametrize("pooling", ("cls", "mean"))
+@pytest.mark.parametrize("head", HEADS)
+def test_last_blocks_on_another_device(head, pooling, unpad, attention):
+    """Outputs and losses are computed if the last blocks are on another device than the inputs.
+
+    `device_map="auto"` divides a model over all GPUs in this way. The other device here is "meta",
+    whose kernels raise an error for tensors of two devices, and compute shapes only.
+    """
+    hooks = pytest.importorskip("accelerate.hooks", reason="device_map needs accelerate")
+    model = make_model(HEADS[head], classifier_pooling=pooling)
+    model.set_attn_implementation(attention)
+    backbone = model._backbone()
+    late = [*backbone.transformer_encoder[1:], backbone.layer_norm]
+    if model is not backbone:
+        late += [module for name, module in model.named_children() if name != "model"]
+    for module in late:
+        hooks.add_hook_to_module(
+            module.to("meta"), hooks.AlignDevicesHook("meta", place_submodules=True)
+        )
+
+    ids, mask = random_batch([9, 5])
+    labels = {
+        "AutoModelForMaskedLM": {"labels": ids},
+        "AutoModelForSequenceClassification": {"labels": torch.tensor([0, 1])},
+        "AutoModelForTokenClassification": {"labels": ids % 2},
+        "AutoModelForMultipleChoice": {"labels": torch.tensor([1])},
+        "AutoModelForQuestionAnswering": {
+            "start_positions": torch.tensor([1, 2]),
+            "end_positions": torch.tensor([2, 3]),
+        },
+    }.get(head, {})
+    if head == "AutoModelForMultipleChoice":
+        ids, mask = ids[None], mask[None]
+    outputs = model(ids, mask, unpad_inputs=unpad, **labels)
+    assert {value.device.type for value in outputs.values()} == {"meta"}
+    assert not labels or outputs.loss.shape == ()
 
 
 @pytest.mark.parametrize("device_map", ("auto", "cpu", {"": "cpu"}))

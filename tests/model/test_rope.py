@@ -231,6 +231,12 @@ def test_yarn_does_not_depend_on_the_field_order(order, tmp_path):
     assert reloaded_config.rope_parameters == config.rope_parameters and reloaded_config == config
     assert "_trained_length" not in (tmp_path / "extended" / "config.json").read_text()
 
+    # Another factor scales from the trained length, too, and not from the extended one.
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    rescaled = NeoBERTConfig.from_pretrained(tmp_path / "extended", rope_scaling=rope)
+    assert rescaled.rope_parameters["original_max_position_embeddings"] == 128
+    assert rescaled.context_length == 512
+
 
 @torch.no_grad()
 def test_the_model_uses_the_scaled_angles():

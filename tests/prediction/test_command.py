@@ -6,8 +6,10 @@ Predictions are compared with those of transformers pipelines and models, and wi
 import csv
 import io
 import json
+import random
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
@@ -25,8 +27,12 @@ from transformers import (
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTForTokenClassification
 from neobert.cli import main
+from neobert.common import loading
 from neobert.common.errors import UserError
+from neobert.embeddings.windows import text_windows
+from neobert.finetuning.tagging import join_words
 from neobert.prediction import command
+from neobert.prediction.classifier import PackedClassifier, TaskRecord
 from neobert.prediction.command import predict
 from neobert.prediction.options import OPTIONS
 
@@ -236,6 +242,38 @@ def test_low_precision_is_close(tmp_path, model, dtype):
             assert row[name] == pytest.approx(other[name], abs=0.1)
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_regression_in_16_bits_is_refused(tmp_path, has_record):
+    """A regression in bfloat16, which would round the values, is refused without an output.
+
+    A model without task.json is a regression by its configuration.
+    """
+    folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
+    if has_record:
+        write_task(folder, task="regression", labels=[])
+    message = "`dtype` must be float32 or int8 for a regression, got bfloat16"
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, rows_of(TEXTS), folder, "--dtype", "bfloat16")
+    assert not (tmp_path / "out.jsonl").exists()
+
+    # The same output can be written in another precision.
+    predictions, _ = run(tmp_path, [], folder)
+    assert len(predictions) == len(TEXTS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16", "float16"])
+def test_precision_of_a_regression(dtype):
+    """The precisions that are refused would change values near 2,000 by at least 0.5."""
+    if dtype in ("float32", "int8"):
+        loading.check_regression_dtype(dtype)
+        return
+    # The largest rounding error is half the distance of neighboring values.
+    values = torch.arange(1990, 2048, dtype=torch.float64) + 0.5
+    assert (values - values.to(getattr(torch, dtype))).abs().max() >= 0.5
+    with pytest.raises(UserError, match=f"got {dtype}"):
+        loading.check_regression_dtype(dtype)
+
+
 # ------------------------------------------------------------------------------------------------
 # entities
 
@@ -296,6 +334,62 @@ def test_entity_positions_with_windows(tmp_path, tagger):
         assert before["end"] <= after["start"]
 
 
+def test_words_of_windows_match_brute_force(tagger):
+    """Words of windows, and their tags, are those of a comparison of all words with all tokens."""
+    generator = random.Random(0)
+    # Words of one, several and more tokens than a window has, empty words, and words without a
+    # token.
+    usual = ["film", "zxqvkjw", "don't", "a.", "东京", "", "\x00", "house"]
+    texts = [generator.choices(usual, k=count) for count in (0, 1, 90, 300, 150)]
+    texts += [["\x00"], ["", ""], ["the", "a." * 100, "film", "is", "long"]]
+    rows, words = zip(*(join_words(text) for text in texts))
+
+    arguments = ["in.jsonl", "out.jsonl", "--model", str(tagger), "--long-texts", "windows"]
+    options = OPTIONS["predict"].read([*arguments, "--overlap", "20"])
+    classifier = PackedClassifier(options, TaskRecord.load(str(tagger)))
+    batch = classifier.tokenize([(text,) for text in rows], words)
+    windows = text_windows(
+        classifier.tokenizer, 64, rows, "", classifier.windows, with_offsets=True
+    )
+    assert [ids.tolist() for ids in batch.ids] == [ids.tolist() for ids in windows.tokens]
+
+    # {index of a word: index of its first token} of each window.
+    expected = []
+    for row, offsets in zip(windows.rows, windows.offsets):
+        positions = {}
+        for index, (start, end) in enumerate(words[row]):
+            for position, (first, stop) in enumerate(offsets):
+                if first < stop and stop > start and first < end:
+                    positions[index] = position
+                    break
+        expected.append(positions)
+    actual = [
+        {span.first + index: p for index, p in enumerate(span.positions) if p >= 0}
+        for span in batch.words
+    ]
+    assert actual == expected and len(expected) > 20
+    # Only the words of the window are stored. Less than half of the tokens are in two windows.
+    assert sum(len(span.positions) for span in batch.words) < 2 * sum(map(len, words))
+
+    # Each word has the label of the window in which it is farthest from both ends.
+    numbers = np.random.default_rng(0)
+    logits = [numbers.normal(size=(len(ids), 5)).astype(np.float32) for ids in batch.ids]
+    results = classifier._entities(texts, [(text,) for text in rows], words, batch, logits)
+    for row, result in enumerate(results):
+        tags = []
+        for index in range(len(words[row])):
+            best = -1
+            tag = "O"
+            for number in np.flatnonzero(windows.rows == row):
+                position = expected[number].get(index, -1)
+                margin = min(position, len(logits[number]) - 1 - position)
+                if margin > best:
+                    best = margin
+                    tag = classifier.task.labels[logits[number][position].argmax()]
+            tags.append(tag)
+        assert result["predicted_tags"] == tags
+
+
 def test_truncated_words_have_no_tag_without_outside_label(tmp_path):
     """With plain tags, words beyond the maximum length get neither an entity nor a tag."""
     names = ["N", "V"]
@@ -346,6 +440,42 @@ def test_formats_have_the_same_content(tmp_path, model):
     assert [float(row["probability"]) for row in table] == [row["probability"] for row in jsonl]
     assert [(row["n"], row["list"]) for row in table][3] == ("3", "[3]")
     assert not list(tmp_path.glob("*.work"))
+
+
+def test_parquet_file_without_rows_does_not_determine_types(tmp_path, model):
+    """The types of the output are those of the first parquet file that has rows."""
+    (tmp_path / "in").mkdir()
+    nothing = pyarrow.array([], pyarrow.null())
+    tables = {
+        "a": pyarrow.table({"text": nothing, "n": nothing}),
+        "b": pyarrow.table({"text": TEXTS[:2], "n": pyarrow.array([7, None], pyarrow.int16())}),
+        "c": pyarrow.table({"text": TEXTS[2:3], "n": pyarrow.array([8], pyarrow.int16())}),
+    }
+    for name, table in tables.items():
+        pyarrow.parquet.write_table(table, tmp_path / "in" / f"{name}.parquet")
+    arguments = [tmp_path / "in", tmp_path / "out.parquet", "--model", model]
+    assert main(["predict", *map(str, arguments)]) == 0
+
+    output = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert output.schema.field("text").type == pyarrow.string()
+    assert output.schema.field("n").type == pyarrow.int16()
+    assert output["text"].to_pylist() == TEXTS[:3] and output["n"].to_pylist() == [7, None, 8]
+
+
+def test_column_of_several_types_needs_jsonl(tmp_path, model):
+    """The error for a column of several types names an output that can represent the column."""
+    (tmp_path / "in").mkdir()
+    for name, value in (("a", 1), ("b", "x")):
+        table = pyarrow.table({"text": ["good"], "n": [value]})
+        pyarrow.parquet.write_table(table, tmp_path / "in" / f"{name}.parquet")
+    arguments = ["--model", str(model)]
+    with pytest.raises(UserError, match="'n' must have the type int64") as error:
+        command.main([str(tmp_path / "in"), str(tmp_path / "out.parquet"), *arguments])
+    assert str(error.value).endswith("Use an output that ends in .jsonl.")
+    assert "--keep" not in str(error.value)
+
+    assert command.main([str(tmp_path / "in"), str(tmp_path / "out.jsonl"), *arguments]) == 0
+    assert [row["n"] for row in read(tmp_path / "out.jsonl")] == [1, "x"]
 
 
 def test_cells_of_a_csv_are_copied_unchanged(tmp_path, model):

@@ -70,7 +70,7 @@ def test_adaptation_table_compares_initial_and_final_metrics(corpus, start, tmp_
     initial_metrics = run_of([*_adapt(corpus, start, tmp_path / "measured"), "--evaluate-only"])
 
     page = (tmp_path / "out" / "adaptation.md").read_text()
-    assert "| validation text | initial model | after | change |" in page
+    assert "| metric | initial model | after | change |" in page
     card = (tmp_path / "out" / "README.md").read_text()
     table = page.removeprefix("# Before and after\n\n")
     assert card.endswith(f"## Validation\n\n{table}")
@@ -328,9 +328,11 @@ def test_emulated_bf16_is_not_supported(monkeypatch):
 
 def test_no_adaptation_page_without_init_from(corpus, tmp_path):
     """Check that a run from random weights has its metrics in the model card only."""
-    run_of(arguments_of(corpus, tmp_path, max_steps=3, validation=corpus / "validation.txt"))
+    arguments = arguments_of(corpus, tmp_path, max_steps=3, validation=corpus / "validation.txt")
+    run_of([*arguments, "--mask-schedule", "0.3", "0.15"])
     assert not list(tmp_path.glob("adaptation*"))
     card = (tmp_path / "README.md").read_text()
+    assert "| masked tokens | 30% to 15% |" in card
     assert card.startswith("---\n") and "pipeline_tag: fill-mask" in card
     assert "trained from random weights on `" in card
     assert "| untrained model | after |" in card and "| bits per character |" in card

@@ -184,6 +184,16 @@ def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
             load(folder, kind)
 
 
+def test_regression_in_16_bits_is_refused(tmp_path):
+    """A regression is served in float32 and int8, but not in 16 bits."""
+    folder = save_classifier(tmp_path / "value", 1, problem_type="regression")
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(UserError, match="must be float32 or int8 for a regression, got"):
+            load(folder, "classifier", dtype)
+    for dtype in (torch.float32, torch.int8):
+        assert load(folder, "classifier", dtype).labels == ["LABEL_0"]
+
+
 def test_logits_that_are_not_finite_are_an_error(classifier):
     """Infinite or NaN logits raise an error that names the dtype."""
     model = load(classifier, "classifier")

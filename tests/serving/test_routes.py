@@ -440,6 +440,22 @@ def test_long_texts_are_refused_or_truncated_on_request(client, path):
     assert client.post(path, json={**body, "truncate": True}).status_code == 200
 
 
+@pytest.mark.parametrize("count", [3, 254, 255, 400])
+def test_truncated_token_ids_match_truncated_text(client, count):
+    """Token ids above the maximum length are truncated like text: the last special token stays."""
+    text = "b " * count
+    tokenizer = AutoTokenizer.from_pretrained(ENCODER)
+    ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
+    expected = tokenizer(text, truncation=True, max_length=256)["input_ids"]
+    before = list(ids)
+    assert client.app.state.serving.encoder._truncated(ids) == expected
+    assert ids == before
+
+    body = {"input": [ids, text], "truncate": True}
+    rows = embeddings_of(client.post("/v1/embeddings", json=body))
+    assert rows[0].tobytes() == rows[1].tobytes()
+
+
 def test_truncate_option_applies_to_every_route(reranker, classifier):
     """The option --truncate is the default of all routes, and a request can override it."""
     options = ["--truncate", "--reranker", reranker, "--classifier", classifier]
