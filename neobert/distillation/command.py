@@ -59,7 +59,7 @@ from .student import (
     starts_from_teacher,
     take_embeddings,
 )
-from .transfer import equal_lengths, initialize_blocks, select_layers
+from .transfer import TeacherLayers, equal_lengths, initialize_blocks, select_layers
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -301,25 +301,28 @@ class Distillation:
 
         with self.training.main_process_first(local=False, desc="block-wise transfer"):
             if not path.is_file():
-                # Every n-th text, because the texts of several files are in the order of the files.
-                tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])
-                batches = [
-                    batch.to(self.training.device)
-                    for batch in equal_lengths(tokens, TRANSFER_TOKENS)
-                ]
-                initialize_blocks(
-                    student_model.to(self.training.device),
-                    layers,
-                    batches,
-                    model.transfer_steps,
-                    STORED_AS[options.student.embedding_dtype],
-                    self.training.bf16,
-                )
-
+                self._compute_blocks(student_model, layers, teacher)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with new_file(path) as file:
                     file.write(save(student_model.to("cpu").state_dict()))
         student_model.to("cpu").load_state_dict(load_file(path))
+
+    def _compute_blocks(
+        self, student_model: Any, layers: TeacherLayers, teacher: PackedEncoder
+    ) -> None:
+        """Train each block of the student to reproduce its layer of the teacher."""
+        # Every n-th text, because the texts of several files are in the order of the files.
+        texts = self.texts.train
+        tokens = teacher.tokenize(texts[:: len(texts) // TRANSFER_TEXTS + 1])
+        device = self.training.device
+        initialize_blocks(
+            student_model.to(device),
+            layers,
+            [batch.to(device) for batch in equal_lengths(tokens, TRANSFER_TOKENS)],
+            self.options.model.transfer_steps,
+            STORED_AS[self.options.student.embedding_dtype],
+            self.training.bf16,
+        )
 
     def _read_data(self) -> None:
         data = self.options.data

@@ -103,8 +103,8 @@ class WindowSettings:
             raise UserError("the model has no maximum length. Set it with `--max-length`.")
 
         # The tokens of an empty text are those of the prompt and the special tokens.
-        before, _, after = next(_parts(tokenizer, prompt, [""]))
-        room = max_length - len(before) - len(after)
+        empty = next(_tokenize(tokenizer, prompt, [""]))
+        room = max_length - len(empty.before) - len(empty.after)
         if (window or 1) > room:
             raise UserError(
                 f"`window` must be at most {max(0, room)}, the model's {max_length} tokens "
@@ -171,10 +171,9 @@ def text_windows(
     window_offsets: list[np.ndarray] = []
 
     for group in text_groups(list(map(len, texts))):
-        batch = texts[group]
-        parts_of_texts = _parts(tokenizer, prompt, batch)
-        for row, (text, parts) in enumerate(zip(batch, parts_of_texts), group.start):
-            before, (ids, offsets), after = parts
+        tokenized = _tokenize(tokenizer, prompt, texts[group])
+        for row, text in enumerate(tokenized, group.start):
+            before, ids, after = text.before, text.ids, text.after
 
             # The prompt and the special tokens are repeated in every window. The prompt may have
             # another number of tokens than before an empty text, so the limit is checked again.
@@ -182,14 +181,14 @@ def text_windows(
             window = min(settings.window, room)
             overlap = min(settings.overlap, window - 1)
 
-            for span in spans(text, offsets, window, overlap):
+            for span in spans(texts[row], text.offsets, window, overlap):
                 tokens.append(np.concatenate([before, ids[span.first : span.stop], after]))
                 rows.append(row)
                 bounds.append((span.start, span.end))
                 if with_offsets:
                     # Tokens that are not of the text have the empty span (0, 0).
                     padding = ((len(before), len(after)), (0, 0))
-                    window_offsets.append(np.pad(offsets[span.first : span.stop], padding))
+                    window_offsets.append(np.pad(text.offsets[span.first : span.stop], padding))
             # The length counts the prompt and the special tokens once, as in a single sequence.
             if lengths is not None:
                 lengths.append(len(before) + len(ids) + len(after))
@@ -223,14 +222,25 @@ def text_groups(lengths: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _parts(
-    tokenizer: Any, prompt: str, texts: Sequence[str]
-) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """Yield (tokens before the text, (tokens of the text, their offsets), tokens after the text).
+@dataclass(frozen=True)
+class _TokenizedText:
+    """Tokens of a prompt and a text.
 
-    The tokens before a text are special tokens and those of the prompt. The offsets are positions
-    in the text without the prompt.
+    Attributes:
+        before: Special tokens and those of the prompt, before the text.
+        ids: (T,) tokens of the text.
+        offsets: (T, 2) characters of each token in the text without the prompt.
+        after: Special tokens after the text.
     """
+
+    before: np.ndarray
+    ids: np.ndarray
+    offsets: np.ndarray
+    after: np.ndarray
+
+
+def _tokenize(tokenizer: Any, prompt: str, texts: Sequence[str]) -> Iterator[_TokenizedText]:
+    """Yield the tokens of each text."""
     # The prompt is tokenized together with the text, because the tokens at their border may differ.
     # `verbose=False` suppresses the warning that a sequence is longer than the model allows.
     encoding = tokenizer(
@@ -260,5 +270,6 @@ def _parts(
         # Tokens that end within the prompt belong to it. A token with characters of both counts as
         # one of the text, and its offset is clipped to the start of the text.
         offsets = offsets - len(prompt)
-        first += int((offsets[first:stop, 1] <= 0).sum())
-        yield ids[:first], (ids[first:stop], offsets[first:stop].clip(0)), ids[stop:]
+        start = first + int((offsets[first:stop, 1] <= 0).sum())
+        text_offsets = offsets[start:stop].clip(0)
+        yield _TokenizedText(ids[:start], ids[start:stop], text_offsets, ids[stop:])
