@@ -148,7 +148,7 @@ class Packing:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, lengths: list[int]) -> "Packing":
-        """Pack a padded batch, shortest row first, so that rows of equal length are adjacent.
+        """Pack a padded batch, shortest row first, so rows of equal length are adjacent.
 
         Empty rows are left out.
 

@@ -82,7 +82,7 @@ class LatencyOptions(OptionGroup):
 def build_wide(folder: Path) -> Path:
     """Write a model of 6 blocks of 768 with random weights, and return its directory."""
     torch.manual_seed(0)
-    # Larger initial weights than the default, so that attention is not nearly uniform.
+    # Larger initial weights than the default, so attention is not nearly uniform.
     config = NeoBERTConfig(num_hidden_layers=6, decoder_init_range=0.04, embedding_init_range=0.2)
     NeoBERTModel(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)

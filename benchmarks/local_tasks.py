@@ -278,7 +278,7 @@ def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
                 if uncle != parent:
                     cousins += children.get(uncle, [])
 
-        # From similar to dissimilar, so that the scores cover the whole range.
+        # From similar to dissimilar, so the scores cover the whole range.
         partners = [parent]
         for group in (siblings, cousins):
             if group:

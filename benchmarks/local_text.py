@@ -373,7 +373,7 @@ class Row(NamedTuple):
 def deb_files(path: str | Path) -> Iterator[tuple[str, bytes]]:
     """Yield the path and the content of every regular file in a .deb file."""
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
-        # The mode "r|" reads a stream, so that large packages need little memory.
+        # The mode "r|" reads a stream, so large packages need little memory.
         with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
             for member in archive:
                 if member.isfile():

@@ -342,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     check_packages(arguments.packages)
 
-    # All sources share the texts seen so far, so that a text is in one file only.
+    # All sources share the texts seen so far, so a text is in one file only.
     forbidden = held_out_definitions()
     seen: set[str] = set()
     for name, texts in sources(arguments.packages).items():

@@ -126,7 +126,7 @@ class NearDuplicates:
 
     def __init__(self, seed: int = 0) -> None:
         generator = np.random.default_rng(seed)
-        # Odd factors, so that the multiplication is a bijection.
+        # Odd factors, so the multiplication is a bijection.
         self.factors = generator.integers(1, 2**31, size=(64, 1), dtype=np.uint64) | np.uint64(1)
         self.bands: list[set[bytes]] = [set() for _ in range(16)]
 

@@ -96,7 +96,7 @@ def in_a_process(
     *arguments: Any,
     variables: Mapping[str, str] | None = None,
 ) -> ResultT:
-    """Call a function in a new process, so that its peak memory is that of this call.
+    """Call a function in a new process, so its peak memory is that of this call.
 
     Args:
         function: Function of a module. Its result must be picklable.

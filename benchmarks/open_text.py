@@ -343,7 +343,7 @@ def corpus(rows: int, cache: str | Path = CACHE) -> dict[str, list[Row]]:
     python = zip(*map(python_rows, importlib.metadata.distributions(path=wheels)))
     names = ("docstrings, first line to rest", "code, comment to function")
     for name, package_rows in zip(names, python):
-        # A tenth per package, so that no package dominates.
+        # A tenth per package, so no package dominates.
         texts[name] = chosen(sum(package_rows, []), rows, rows // 10)
 
     # Encoders truncate long texts, so these show the effect of the position of the answer.

@@ -269,7 +269,7 @@ def prepare(files: Files, name: str) -> None:
     """Write the model and its exports to FILES if they do not exist."""
     if not files.model.exists():
         if name == "bundled":
-            # A link, so that the exports are next to the model as in other directories.
+            # A link, so the exports are next to the model as in other directories.
             files.folder.mkdir(parents=True, exist_ok=True)
             files.model.symlink_to(BUNDLED)
         else:

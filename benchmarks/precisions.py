@@ -338,7 +338,7 @@ def results_of_other_cpus(
         if measured and measured != columns:
             raise UserError(
                 f"{output}.json has results of another CPU with other workloads or numbers of "
-                "threads, so that they do not fit into one table. Choose another --output."
+                "threads, so they do not fit into one table. Choose another --output."
             )
     return others
 

@@ -115,7 +115,7 @@ def make_models(folder: str, layers: int, hidden: int) -> dict[str, CrossEncoder
         model.save_pretrained(path)
         AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(path)
         models[name] = CrossEncoder(path, max_length=LENGTH, device="cpu")
-    # Both NeoBERT models have the same weights, so that their logits can be compared.
+    # Both NeoBERT models have the same weights, so their logits can be compared.
     models[PADDED].model.config.unpad_inputs = False
     return models
 

@@ -10,7 +10,7 @@ The layouts are packed batches with logits of the masked tokens, and padded batc
         --sets 1024 4096 --tokens 32768
 
 Both layouts have the same texts with the same masked tokens, so their losses must agree. Each run
-is a process of its own, so that its peak memory is that of the run; the layouts take turns. The
+is a process of its own, so its peak memory is that of the run; the layouts take turns. The
 fraction of GEMM is the number of operations that a step needs (three times those of the forward: 6
 per weight and token, 12 D per pair of visible tokens, and the decoder for masked tokens only) per
 second, divided by the operations per second of a plain matrix product in the same run.
@@ -146,7 +146,7 @@ def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[s
             losses.append(loss.detach())
 
         for step in range(options.steps + 1):
-            # The step is the seed, so that all layouts train on the same batches.
+            # The step is the seed, so all layouts train on the same batches.
             lengths, inputs = draw_batch(name, options.tokens, step)
             inputs = {key: value.to(options.device) for key, value in inputs.items()}
             seconds, rate = timed(functools.partial(train, inputs), product)
@@ -188,7 +188,7 @@ def summarize(case: tuple[str, str, str], runs: list[dict[str, Any]]) -> dict[st
     joined = {}
     for key in ("seconds", "tokens", "operations", "rates"):
         joined[key] = list(itertools.chain.from_iterable(run[key] for run in runs))
-    # Speeds are those of the single steps, so that a slow step changes the median little.
+    # Speeds are those of the single steps, so a slow step changes the median little.
     speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
     fractions = [
         operations / second / rate

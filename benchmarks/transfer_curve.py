@@ -25,7 +25,7 @@ def plot_curve(runs: Mapping[str, Any], path: Path) -> None:
             "minutes" and "mrr".
         path: File to write (.png).
     """
-    # Figure has no window, so that it also works on machines without a display.
+    # Figure has no window, so it also works on machines without a display.
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     for marker, (name, points) in zip("o^sDv", runs["series"].items()):

@@ -60,7 +60,7 @@ def most_frequent_nouns(folder: Path, num_synsets: int) -> list[tuple[str, str]]
             count += counts.get(key, 0)
         synsets.append((count, ", ".join(words).replace("_", " "), definition))
 
-    # sorted() is stable, so that synsets with equal counts keep their order.
+    # sorted() is stable, so synsets with equal counts keep their order.
     by_count = sorted(range(len(synsets)), key=lambda index: -synsets[index][0])
     return [synsets[index][1:] for index in sorted(by_count[:num_synsets])]
 

@@ -23,7 +23,7 @@ def make_rows(lines: list[str]) -> list[dict[str, str]]:
     Args:
         lines: Lines with words and their definition, separated by a tab.
     """
-    # A fixed seed, so that the test rows are the same in every run. In the order of the file,
+    # A fixed seed, so the test rows are the same in every run. In the order of the file,
     # neighbors are related, and the negatives would be nearly correct.
     lines = list(lines)
     random.Random(0).shuffle(lines)

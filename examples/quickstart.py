@@ -24,7 +24,7 @@ ENCODER = ROOT / "examples" / "sentence-encoder"
 # %% [markdown]
 # ## Load a model
 #
-# `import neobert` registers the model in transformers, so that no remote code is needed. Use
+# `import neobert` registers the model in transformers, so no remote code is needed. Use
 # `"chandar-lab/NeoBERT"` for the published weights. `runs/demo` is a small model that `make demo`
 # converts from a training checkpoint.
 

@@ -18,7 +18,7 @@ from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncode
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from transformers import set_seed
 
-# Importing neobert also registers the model in transformers, so that no remote code is needed.
+# Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
 from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
 

@@ -23,7 +23,7 @@ from sentence_transformers.sparse_encoder.losses import (
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from transformers import set_seed
 
-# Importing neobert also registers the model in transformers, so that no remote code is needed.
+# Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
 from neobert.scripts import check_model, check_new, load_rows, run_script, warmup_options
 

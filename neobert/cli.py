@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     """Run a command, or print its help without importing the dependencies of the command."""
     command = COMMANDS[name]
-    # The options do not depend on torch, so that the help is fast and needs no extra.
+    # The options do not depend on torch, so the help is fast and needs no extra.
     if {"-h", "--help"} & set(arguments):
         options = importlib.import_module(f".{command.package}.options", __package__).OPTIONS[name]
         print(options.help(arguments))

@@ -137,14 +137,14 @@ def _migrate(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields of the authors' and of older configurations from `kwargs`.
 
     Returns:
-        Their values under the names of today, None where there is none.
+        The values under their current names; None for fields that were not passed.
 
     Raises:
         ValueError: If they select a normalized transformer.
     """
     if kwargs.pop("ngpt", False):
         raise ValueError(
-            "`ngpt` must be False, got True. Normalized transformers do not exist here."
+            "`ngpt` must be False, got True. Normalized transformers (nGPT) are not implemented."
         )
     for name in _IGNORED_FIELDS:
         kwargs.pop(name, None)
@@ -168,7 +168,9 @@ def _migrate(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class NeoBERTConfig(PretrainedConfig):
-    """Architecture and behavior of a NeoBERT model. The defaults are the published 250M model.
+    """Architecture and behavior of a NeoBERT model.
+
+    The defaults are those of the published model with 245M parameters.
 
     Args:
         vocab_size: Number of tokens V of the embedding and of the masked-LM decoder.
@@ -196,7 +198,7 @@ class NeoBERTConfig(PretrainedConfig):
             non-padding tokens).
         sparse_prediction: Whether, with labels, the masked LM computes the logits of labeled tokens
             only, (labeled, V), as in ModernBERT.
-        unpad_inputs: Whether the model packs padded batches, so that no layer computes on padding.
+        unpad_inputs: Whether the model packs padded batches, so no layer computes on padding.
         embedding_init_range: Bound of the uniform initialization of embeddings.
         decoder_init_range: Bound of the uniform initialization of linear layers.
         classifier_init_range: Standard deviation of the normal initialization of the task heads.
@@ -335,7 +337,7 @@ class NeoBERTConfig(PretrainedConfig):
         trained = rope.get("original_max_position_embeddings") or length
         return max(length, int(trained * rope.get("factor", 1)))
 
-    # `rope_parameters` is stored. `rope_scaling` and `rope_theta` are views of it, so that a value
+    # `rope_parameters` is stored. `rope_scaling` and `rope_theta` are views of it, so a value
     # set after construction (`from_pretrained(..., rope_scaling={...})`) counts in either form.
     @property
     def rope_parameters(self) -> dict[str, Any]:

@@ -316,8 +316,8 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         if observers and self.config.unpad_inputs:
             name = getattr(observers[0], "__qualname__", type(observers[0]).__name__)
             logger.warning_once(
-                f"Padded batches are not packed while {name} is a hook or a replacement "
-                "inside the model: it gets dense batches."
+                f"{name} is a hook or a replaced block that expects dense batches. Padded batches "
+                "are therefore not packed, and the model also computes on padding."
             )
         return bool(observers)
 
@@ -379,9 +379,10 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
         Args:
             input_ids: Token IDs, (B, L), or packed (1, T).
-            attention_mask: Ones at tokens and zeros at padding, (B, L), int, bool or float. None if
-                nothing is padded. Or (B, 1, L or 1, L), boolean (True where attention is allowed)
-                or additive, which is passed on as it is; such a batch is not packed.
+            attention_mask: Mask of shape (B, L) with 1 for tokens and 0 for padding, or None
+                without padding. A 4-D mask of shape (B, 1 or H, 1 or L, L), either boolean (True
+                where attention is allowed) or additive, is passed to the attention function, and
+                the batch is not packed.
             token_type_ids: Ignored; accepted because BERT has them.
             position_ids: Positions, (L,), (1, L) or (B, L). By default the index in the row, or in
                 the sequence of a packed batch. A single row without attention_mask whose positions
@@ -397,8 +398,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             keep_packed: Whether to return packed hidden states with their `Packing`, for heads.
             **kwargs: Passed on to the attention function. `cu_seq_lens_q`, `cu_seq_lens_k`
                 ((N + 1,) int32) and `max_length_q`, `max_length_k` identify a packed batch (1, T).
-                `num_splits=1` gives a sequence the same bits in any batch on a GPU, with torch
-                2.12's variable-length kernel. It has not been run on a GPU.
+                `num_splits=1` makes the result of a sequence independent of its batch with the
+                variable-length kernel of torch 2.12 on CUDA (not tested).
 
         Returns:
             Outputs in the caller's shape. Where the model packed a padded batch, padding positions
@@ -498,8 +499,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         unknown = sorted(names - _KNOWN_KWARGS)
         if unknown and not is_tracing():
             logger.warning_once(
-                f"NeoBERT does not use {', '.join(unknown)}, and passes it on to the attention "
-                "function. Check the spelling."
+                f"NeoBERT does not use the arguments {', '.join(unknown)} and passes them to the "
+                "attention function. Check their spelling."
             )
 
         if input_ids is not None and inputs_embeds is not None:

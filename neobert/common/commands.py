@@ -67,9 +67,20 @@ def setup_logging() -> None:
     Only the main process of a distributed run logs progress; the others log errors. Handlers that
     the application has installed on the root logger are kept.
     """
-    logging.basicConfig(format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter())
+    logging.basicConfig(handlers=[handler])
     is_main = os.environ.get("RANK", "0") == "0"
     logging.getLogger("neobert").setLevel(logging.INFO if is_main else logging.ERROR)
+
+
+class _Formatter(logging.Formatter):
+    """Formatter of messages without a prefix, and of warnings and errors with their level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        is_warning = record.levelno >= logging.WARNING
+        return f"{record.levelname.lower()}: {text}" if is_warning else text
 
 
 def _message(error: BaseException) -> str:
@@ -90,7 +101,7 @@ def _message(error: BaseException) -> str:
         path = getattr(error, "filename", None)
         return f"{reason}." if path is None else f"{path}: {reason}."
 
-    # `require` writes complete sentences with the command to run, so that no advice follows.
+    # `require` writes complete sentences with the command to run, so no advice follows.
     if isinstance(error, ImportError):
         return f"{one_line(error, LONGEST)}."
     return (
@@ -102,7 +113,7 @@ def _message(error: BaseException) -> str:
 def _stdout_is_closed() -> bool:
     """Return whether the reader of stdout has exited, as in `neobert --help | head -1`.
 
-    Further output is then discarded, so that the interpreter does not fail when it exits.
+    Further output is then discarded, so the interpreter does not fail when it exits.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)

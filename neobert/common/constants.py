@@ -1,6 +1,6 @@
 """Paths and choices shared by the options and the code behind them.
 
-Imports nothing else of the package, so that `--help` stays fast.
+Imports nothing else of the package, so `--help` stays fast.
 """
 
 from pathlib import Path

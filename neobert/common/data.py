@@ -414,7 +414,7 @@ def replace_surrogates(text: str) -> str:
 
 def fraction(key: str) -> float:
     """Return a number from 0 to 1 that depends on a text only, identical on every machine."""
-    # The hash of Python differs between processes, so that a resumed run would hold out other rows.
+    # The hash of Python differs between processes, so a resumed run would hold out other rows.
     digest = hashlib.sha1(key.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -15,7 +15,7 @@ class PeakMemory:
     """Context manager that measures the peak memory of a block.
 
     The memory is that reserved by torch's allocator on CUDA, and the resident memory of this
-    process on other devices. Garbage and cached memory are released before the block, so that the
+    process on other devices. Garbage and cached memory are released before the block, so the
     growth is that of the block. Resident memory is measured on Linux only.
 
     Args:

@@ -137,6 +137,9 @@ class OptionParser(Generic[OptionsT]):
         trainer_defaults: Defaults of Trainer's options that differ from those of transformers,
             {option: value}; None for commands that do not train.
         default_recipes: Recipes that are read before those of the user.
+        trainer_help: Descriptions that replace those of `TRAINER_HELP`, {option: description}.
+        trainer_replaced: Options of Trainer that the command sets itself, which `--help` omits,
+            {option: option of the command to use instead, or ""}.
     """
 
     command: str
@@ -145,6 +148,8 @@ class OptionParser(Generic[OptionsT]):
     example: str = ""
     trainer_defaults: Mapping[str, Any] | None = None
     default_recipes: tuple[Path, ...] = ()
+    trainer_help: Mapping[str, str] = field(default_factory=dict)
+    trainer_replaced: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fields(self) -> dict[str, dataclasses.Field]:
@@ -180,6 +185,7 @@ class OptionParser(Generic[OptionsT]):
 
         self._check_empty_values(values)
         self._check_required(values)
+        self._check_replaced(values)
         return self._build(values)
 
     def help(self, argv: Sequence[str] = ()) -> str:
@@ -224,6 +230,16 @@ class OptionParser(Generic[OptionsT]):
                     "variable of the shell is a common cause."
                 )
 
+    def _check_replaced(self, values: Mapping[str, Any]) -> None:
+        """Check that no value is that of an option which the command has replaced by its own.
+
+        Raises:
+            UserError: If there is such an option.
+        """
+        for name, replacement in self.trainer_replaced.items():
+            if replacement and name in values:
+                raise UserError(f"`{_dashed(name)}` is set by this command. Use {replacement}.")
+
     def _check_required(self, values: Mapping[str, Any]) -> None:
         """Check that all options without a default have a value.
 
@@ -237,7 +253,8 @@ class OptionParser(Generic[OptionsT]):
         ]
         if missing:
             raise UserError(
-                f"{listed(missing)} must be given. `{self.command} --help` lists all options."
+                f"missing required options: {listed(missing)}. `{self.command} --help` lists all "
+                "options."
             )
 
     def _build(self, values: dict[str, Any]) -> OptionsT:
@@ -266,7 +283,7 @@ class OptionParser(Generic[OptionsT]):
 
         values = {}
         for name, value in vars(parsed).items():
-            # Options of Trainer such as `list | str` accept both forms, so that a list of one item
+            # Options of Trainer such as `list | str` accept both forms, so a list of one item
             # may be meant as a single value. `convert` decides by the type.
             is_single = isinstance(value, list) and len(value) == 1
             values[name] = value[0] if is_single else value
@@ -303,19 +320,23 @@ class OptionParser(Generic[OptionsT]):
         if self.trainer_defaults is None:
             return
         fields = self.fields
+        # A command may define an option of Trainer itself, with its own help and bounds.
+        described = set(TRAINER_HELP) - set(fields) - set(self.trainer_replaced)
         section = parser.add_argument_group("Training")
         for name, (metavar, text) in TRAINER_HELP.items():
-            # A command may define an option of Trainer itself, with its own help and bounds.
-            if name in fields:
+            if name not in described:
                 continue
             default = self.trainer_defaults.get(name)
-            if default not in (None, ""):
+            if name in self.trainer_help:
+                # argparse formats descriptions with the operator %.
+                text = self.trainer_help[name].replace("%", "%%")
+            elif default not in (None, ""):
                 text += f" (default: {default})"
             section.add_argument(_dashed(name), dest=name, metavar=metavar, help=text)
 
         # The other options of Trainer are accepted, and only listed at the end of the help.
         for name in hints:
-            if name not in fields and name not in TRAINER_HELP:
+            if name not in fields and name not in described:
                 settings = _argparse_settings(hints[name], None)
                 settings["help"] = argparse.SUPPRESS
                 parser.add_argument(_dashed(name), dest=name, **settings)
@@ -324,15 +345,15 @@ class OptionParser(Generic[OptionsT]):
         """Return the list of Trainer's other options, or None for commands that do not train."""
         if self.trainer_defaults is None:
             return None
-        described = {*TRAINER_HELP, *_SET_BY_COMMANDS, *self.fields}
+        described = {*TRAINER_HELP, *SET_BY_COMMANDS, *self.trainer_replaced, *self.fields}
         others = []
         for name in _trainer_option_names():
             if name not in described:
                 default = self.trainer_defaults.get(name)
                 others.append(f"{_dashed(name)}={default}" if default else _dashed(name))
         return (
-            "Other options of transformers.TrainingArguments, with defaults that differ from\n"
-            "those of transformers:\n  " + "\n  ".join(_wrapped(others))
+            "Other options of transformers.TrainingArguments; --NAME=VALUE shows a default that\n"
+            "differs from transformers:\n  " + "\n  ".join(_wrapped(others))
         )
 
 
@@ -350,15 +371,23 @@ TRAINER_HELP = {
     "seed": ("INT", "Random seed."),
     "bf16": ("{true,false}", "Train in bfloat16 mixed precision."),
     "logging_steps": ("INT", "Number of steps between two log records."),
-    "save_steps": ("INT", "Number of steps between two checkpoints."),
+    "save_steps": ("INT", "Number of steps between two checkpoints, with --save-strategy steps."),
     "report_to": ("NAME", "Experiment tracker: none, tensorboard, wandb, ..."),
 }
 
 
 # Options of Trainer that the commands set, or that have no meaning in them.
-_SET_BY_COMMANDS = (
+SET_BY_COMMANDS = (
     "output_dir",
     "resume_from_checkpoint",
+    "save_only_model",
+    "logging_nan_inf_filter",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_private_repo",
+    "hub_always_push",
+    "hub_revision",
     "do_train",
     "do_eval",
     "do_predict",
@@ -391,7 +420,7 @@ def _add_option(section: Any, item: dataclasses.Field, hint: Any) -> None:
     settings = _argparse_settings(hint, item.metadata.get("metavar"))
     settings["help"] = _description(item, hint)
     if item.metadata.get("positional"):
-        # A recipe may contain the value, so that the command line may omit it.
+        # A recipe may contain the value, so the command line may omit it.
         nargs = "*" if list in _types(hint) else "?"
         section.add_argument(
             item.name, nargs=nargs, metavar=item.name.upper(), help=settings["help"]

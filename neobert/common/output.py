@@ -95,15 +95,15 @@ class Output:
             if not names - self.beside - {RUN}:
                 return "new"
             raise UserError(
-                f"{self.folder} holds a run with other settings ({changes}). Use the same "
-                "settings, or choose another output directory."
+                f"{self.folder} contains a run with different settings ({changes}). Repeat its "
+                "settings to resume it, or choose another output directory."
             )
 
         others = sorted(names - self.beside)
         if others:
             raise UserError(
-                f"{self.folder} holds other files ({listed(others, 3)}). Remove them, or choose "
-                "another output directory."
+                f"{self.folder} contains files that this command did not write "
+                f"({listed(others, 3)}). Remove them, or choose another output directory."
             )
         return "new"
 

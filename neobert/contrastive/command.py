@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("tf-idf", "before", "after"):
         print(f"  {name:<6}  {describe_metrics(validation[name])}")
     if result["warning"]:
-        logger.warning("Warning: %s", result["warning"])
+        logger.warning("%s", result["warning"])
     return 0
 
 
@@ -379,7 +379,8 @@ def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
 
     if trained:
         logger.warning(
-            "%s: %s of %s queries are trained on. They are not evaluated.",
+            "%s: %s of %s queries also occur in the training data and are excluded from the "
+            "evaluation.",
             path,
             f"{len(trained):,}",
             f"{len(relevant):,}",

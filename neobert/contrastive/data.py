@@ -525,5 +525,6 @@ def check_batch(source: PairSource, data: "Dataset", size: int) -> None:
     if next(iter(TextsBatchSampler(data, size)), None) is None:
         raise UserError(
             f"{source.name} ({source.path}): cannot form a batch of {size} rows with distinct "
-            f"texts from {len(data):,} usable rows. Reduce --per-device-train-batch-size."
+            f"texts from {len(data):,} usable rows. Reduce --batch-texts (or, without it, "
+            "--per-device-train-batch-size), or add rows."
         )

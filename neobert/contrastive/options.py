@@ -64,9 +64,9 @@ class DataOptions(OptionGroup):
     )
     validation_percent: Annotated[float, Meta(ge=0, le=50)] = option(
         5.0,
-        "Percentage of the queries held out for evaluation if there is no --validation-file: "
-        "at least 20 and at most 500 queries, selected by hash. Data with fewer than 200 "
-        "queries is not split. 0 disables the evaluation.",
+        "Percentage of the queries held out for evaluation without --validation-file: 20 to 500 "
+        "queries, selected by hash. Data with fewer than 200 queries is not split, and 0 disables "
+        "the evaluation.",
     )
 
 
@@ -173,12 +173,13 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
 
     # The names identify the datasets in prompts, results and the model card.
     names = [source.name for source in sources]
-    if not sources or len(set(names)) < len(names):
+    if not sources:
         raise UserError(
-            "datasets must have different names, and at least one is needed, got "
-            f"{listed(names) or 'none'}. Pass --pairs FILE, or a recipe such as "
+            "at least one dataset is required. Pass --pairs FILE, or a recipe such as "
             "recipes/contrastive.yaml."
         )
+    if len(set(names)) < len(names):
+        raise UserError(f"datasets must have different names, got {listed(names)}. Rename a file.")
 
     if instructions.instructions is not None:
         # A dataset that is missing in the file would be trained without an instruction.
@@ -217,11 +218,20 @@ TRAINER_DEFAULTS = {
 OPTIONS = {
     "contrastive": OptionParser(
         "neobert contrastive",
-        "Fine-tune a model to a sentence encoder with a contrastive loss (paper, section 4.3): "
+        "Fine-tune a model into a sentence encoder with a contrastive loss (paper, section 4.3): "
         "InfoNCE with in-batch and hard negatives.",
         ContrastiveOptions,
         "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --validation-file "
         "test.jsonl --output runs/encoder",
         TRAINER_DEFAULTS,
+        trainer_help={
+            "num_train_epochs": "Number of training epochs (default: 1).",
+            "per_device_train_batch_size": "Batch size per device, in training rows (default: 64).",
+            "learning_rate": "Peak learning rate. By default 1e-4, and up to 5e-4 for a small "
+            "NeoBERT.",
+        },
+        trainer_replaced=dict.fromkeys(
+            ("eval_strategy", "ignore_data_skip", "auto_find_batch_size", "data_seed"), ""
+        ),
     ),
 }

@@ -386,7 +386,7 @@ def check_values(tensors: Tensors, dtype: torch.dtype) -> None:
         UserError: If a value is NaN, infinite or too large.
     """
     for name, tensor in tensors.items():
-        # NaN propagates to both bounds, so that two numbers are enough to check all values.
+        # NaN propagates to both bounds, so two numbers are enough to check all values.
         low, high = (bound.item() for bound in tensor.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             raise UserError(f"{name} contains values that are NaN or infinite.")

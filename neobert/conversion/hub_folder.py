@@ -179,7 +179,7 @@ def write_weights(
 
 def write_config(folder: Path, conversion: Conversion) -> None:
     """Write config.json with the complete auto_map, and the code files that it refers to."""
-    # The configuration adds auto_map itself, so that the Hub loads the code in the folder.
+    # The configuration adds auto_map itself, so the Hub loads the code in the folder.
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = dtype_name(conversion.dtype)
     conversion.config.to_json_file(folder / "config.json")

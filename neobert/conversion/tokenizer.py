@@ -112,7 +112,7 @@ def write_tokenizer(source: Path, target: Path, rows: int, max_length: int) -> N
     """
     try:
         tokenizer = _load(source)
-        # Ids may have gaps, so that the largest id decides and not the number of tokens.
+        # Ids may have gaps, so the largest id decides and not the number of tokens.
         size = max(tokenizer.get_vocab().values()) + 1
         check_rows(size, rows, source)
         _write(tokenizer, target, max_length)

@@ -56,7 +56,7 @@ def random_inputs(conversion: Conversion) -> dict[str, torch.Tensor]:
         `input_ids` and `attention_mask`, int64 of shape (2, L) with L up to 32, or (1, 2, L) for
         multiple choice.
     """
-    # The same seed in `source_outputs` and `verify`, so that both models get the same inputs.
+    # The same seed in `source_outputs` and `verify`, so both models get the same inputs.
     config = conversion.config
     generator = torch.Generator().manual_seed(0)
     length = min(32, config.max_position_embeddings)

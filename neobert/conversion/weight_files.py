@@ -53,7 +53,7 @@ class StandIn:
 
 
 # Classes and functions that training loops save beside the weights. torch refuses unknown ones, so
-# that they are replaced by `StandIn`, which executes nothing.
+# they are replaced by `StandIn`, which executes nothing.
 _STAND_INS = """
     argparse.Namespace
     builtins.getattr

@@ -74,7 +74,7 @@ LOW_COSINE = 0.5
 
 
 class ShuffledBatches(DefaultBatchSampler):
-    """Batch sampler whose order depends on the seed and the epoch alone, so that runs resume."""
+    """Batch sampler whose order depends on the seed and the epoch alone, so runs resume."""
 
     def __init__(
         self, dataset: Dataset, batch_size: int, drop_last: bool, seed: int = 0, **kwargs: Any
@@ -83,7 +83,7 @@ class ShuffledBatches(DefaultBatchSampler):
         super().__init__(sampler, batch_size=batch_size, drop_last=drop_last, seed=seed)
 
     def __iter__(self) -> Any:
-        # The trainer sets `epoch`. The factor exceeds all numbers of epochs, so that two seeds have
+        # The trainer sets `epoch`. The factor exceeds all numbers of epochs, so two seeds have
         # no order in common.
         sampler: Any = self.sampler
         sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result["stored"]:
         print(comparison_table(result["comparison"]))
     if result["warning"]:
-        logger.warning("Warning: %s", result["warning"])
+        logger.warning("%s", result["warning"])
     return 0
 
 
@@ -251,7 +251,7 @@ class Distillation:
 
         self.agreement = Agreement(sets)
         if is_main():
-            # The evaluation is deterministic, so that a resumed run compares with the same start.
+            # The evaluation is deterministic, so a resumed run compares with the same start.
             self._evaluate_before(encoder, student)
         return self._trainer(student, embeddings, encoder)
 
@@ -275,7 +275,7 @@ class Distillation:
     def _transfer_blocks(self, student: SentenceTransformer, teacher: PackedEncoder) -> None:
         """Initialize the student from layers of the teacher.
 
-        The result is stored in the work directory, so that a resumed run does not repeat it.
+        The result is stored in the work directory, so a resumed run does not repeat it.
         """
         options = self.options
         model = options.model
@@ -386,7 +386,7 @@ class Distillation:
         student.to("cpu")
         balance_student(student, self.texts.train)
         save_student(student, folder, options.dtype, options.embedding_dtype)
-        # The student is loaded as users will load it, so that the figures include the storage in
+        # The student is loaded as users will load it, so the figures include the storage in
         # float16 or float8.
         stored = load_sentence_transformer(str(folder), self.training.device)
         metrics = self._evaluate(stored)

@@ -1,7 +1,7 @@
 """Training data of a student: texts of local files, split by hash, and embeddings of the teacher.
 
 The embeddings of N texts are stored in a file `NAME.npy`, (N, D) float16. `NAME.json` next to it
-contains the number of embeddings that are finished, so that an interrupted run resumes.
+contains the number of embeddings that are finished, so an interrupted run resumes.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class TextSource:
 def is_validation_text(text: str, percent: float) -> bool:
     """Return whether a text is held out for evaluation.
 
-    The result depends on the words of the text only, so that copies with other spaces or capital
+    The result depends on the words of the text only, so copies with other spaces or capital
     letters are held out, too.
     """
     return fraction(" ".join(text.lower().split())) < percent / 100
@@ -163,7 +163,7 @@ def read_texts(
 
     train: list[str] = []
     validation: list[str] = []
-    # The hash decides, so that a text is held out in every run and in every order.
+    # The hash decides, so a text is held out in every run and in every order.
     for text in seen:
         (validation if is_validation_text(text, percent) else train).append(text)
     if len(train) < 2:

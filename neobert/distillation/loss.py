@@ -57,9 +57,10 @@ def memory_bank_loss(
 ) -> torch.Tensor:
     """Return the KL divergence between the similarities to stored embeddings of the teacher.
 
-    A row is the softmax over `candidates` of cos(i, stored j) / temperature. The embedding of the
-    text is that of the teacher or of the student (SEED, arXiv 2101.04731). The loss is the mean
-    over the rows of KL(teacher || student).
+    For each text, compute the softmax of its cosine similarities / temperature to the stored
+    embeddings that `candidates` selects, once with the student's and once with the teacher's
+    embedding of the text (SEED, arXiv 2101.04731). The loss is the mean of KL(teacher || student)
+    over the texts.
 
     Args:
         student: Embeddings of length 1, (N, D).
@@ -86,8 +87,8 @@ def candidates(scores: torch.Tensor) -> torch.Tensor:
     """Return the columns that each row is compared on, (N, NEAREST + SPREAD + RANDOM).
 
     The columns have the highest scores of a row, scores spread evenly over the range of its scores,
-    or are random. Negatives of all degrees teach more than the nearest or random ones
-    (arXiv 2604.04734).
+    or are random. Negatives of all difficulties train better than only the nearest or only random
+    ones (arXiv 2604.04734).
 
     Args:
         scores: Scores, (N, M).
@@ -126,7 +127,7 @@ def forward_in_groups(
 ) -> dict[str, Any]:
     """Run a transformer on texts of similar length at a time.
 
-    A batch of random texts is padded to its longest text, so that most tokens are padding. Groups
+    A batch of random texts is padded to its longest text, so most tokens are padding. Groups
     of similar lengths have little padding, and their outputs do not depend on it.
 
     Args:

@@ -40,8 +40,9 @@ class ModelOptions(OptionGroup):
     )
     init_from_teacher: bool = option(
         False,
-        "Initialize the blocks of a new student from layers of the teacher, one after the other. "
-        "The teacher must be a BERT with the hidden size and the number of heads of the student.",
+        "Train each block of a new student, in order, to reproduce a layer of the teacher before "
+        "the distillation starts. The teacher must be a BERT with the hidden size and the number "
+        "of heads of the student.",
     )
     teacher_layers: list[Annotated[int, Meta(ge=0)]] = option(
         default_factory=list,
@@ -49,7 +50,9 @@ class ModelOptions(OptionGroup):
         "student. By default the lowest and the highest ones, such as 0 1 4 5 of 6.",
     )
     transfer_steps: Annotated[int, Meta(ge=0)] = option(
-        400, "Training steps of each block for --init-from-teacher, of 2,048 tokens each."
+        400,
+        "Number of training steps per block with --init-from-teacher, in batches of about 2,048 "
+        "tokens.",
     )
     teacher_dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "float32",
@@ -74,7 +77,10 @@ class ModelOptions(OptionGroup):
                 "one. Remove one of them."
             )
         if self.teacher_layers and not self.init_from_teacher:
-            raise UserError("`teacher_layers` has no effect without --init-from-teacher. Pass it.")
+            raise UserError(
+                "`teacher_layers` requires --init-from-teacher. Pass --init-from-teacher, or omit "
+                "--teacher-layers."
+            )
         check_model_fields(self.model_config, "model_config")
 
 
@@ -84,29 +90,30 @@ class DataOptions(OptionGroup):
 
     title = "Data"
 
-    # Files of texts are identified by their content, so that their paths do not affect the results.
+    # Files of texts are identified by their content, so their paths do not affect the results.
     texts: list[str | dict[str, Any]] = option(
         help="Files of texts: .jsonl, .parquet, or .txt with one text per line. In a recipe also "
-        "mappings with path, column, share, name and license.",
+        "mappings with path, column, share (fraction of the rows to use), name and license.",
         metavar="PATH",
         affects_results=False,
     )
     validation_texts: list[str | dict[str, Any]] = option(
         default_factory=list,
-        help="Files of texts of other types, which are evaluated and never trained on.",
+        help="Additional files for evaluation only, for example from other domains.",
         metavar="PATH",
         affects_results=False,
     )
     validation_file: str | None = option(
         None,
-        "File of pairs for evaluating the retrieval of teacher, start and student.",
+        "File of pairs for evaluating the retrieval of the teacher, and of the student before and "
+        "after training.",
         metavar="PATH",
         affects_results=False,
     )
     validation_percent: Annotated[float, Meta(gt=0, le=50)] | None = option(
         None,
         "Percentage of the texts held out for evaluation, selected by hash. By default 1, and up "
-        "to 5 for small data, so that about 100 texts are held out.",
+        "to 5 for small data, so about 100 texts are held out.",
     )
     max_validation_texts: Annotated[int, Meta(ge=3)] = option(
         2000, "Maximum number of held-out texts, and of texts per file of --validation-texts."
@@ -128,9 +135,9 @@ class StudentOptions(OptionGroup):
 
     embeddings_from_teacher: bool | None = option(
         None,
-        "Initialize the student as the bag of words that is nearest to the teacher, with principal "
-        "components if its hidden size is smaller. By default true for a new student whose hidden "
-        "size is at most that of the teacher.",
+        "Initialize the token embeddings so that their mean over a text approximates the teacher's "
+        "embedding of the text. By default true for a new student without --init-from-teacher "
+        "whose hidden size is at most the embedding dimension of the teacher.",
     )
     freeze_embeddings: bool = option(False, "Do not train the token embeddings.")
     pooling: Literal[POOLINGS] = option(  # type: ignore[valid-type]

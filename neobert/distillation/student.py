@@ -128,7 +128,7 @@ def _new_student(
         raise UserError(f"`model_config` is not valid: {one_line(error)}.") from error
 
     if options.embeddings_from_teacher:
-        # The blocks start as identities, so that the student starts as the mean of its token
+        # The blocks start as identities, so the student starts as the mean of its token
         # embeddings.
         blocks: Any = neobert.transformer_encoder
         for block in blocks:
@@ -248,7 +248,7 @@ def fit_token_embeddings(
     rows = np.repeat(np.arange(len(tokens)), lengths)
     weights = np.repeat(1 / lengths, lengths)
     columns = np.concatenate(tokens)
-    # Row i of `texts` averages the tokens of text i, so that texts @ table are the bags of words.
+    # Row i of `texts` averages the tokens of text i, so texts @ table are the bags of words.
     texts = csr_array((weights, (rows, columns)), (len(tokens), len(single_tokens)))
 
     targets = np.float32(embeddings)
@@ -302,7 +302,7 @@ def take_embeddings(
         projection.linear.weight.copy_(components)
 
     # Every row gets length 1 by a spare coordinate, that with the least information. One very long
-    # row must not make all others short, so that rows beyond the 99.9 % quantile are shortened.
+    # row must not make all others short, so rows beyond the 99.9 % quantile are shortened.
     spare = int(table.square().sum(0).argmin())
     table[:, spare] = 0
     lengths = table.norm(dim=1)
@@ -353,7 +353,7 @@ def save_student(
     weights = load_file(path)
     for name, tensor in weights.items():
         storage = embedding_dtype if name.endswith("encoder.weight") else dtype
-        # The norms have few weights, so that a larger dtype does not need more storage.
+        # The norms have few weights, so a larger dtype does not need more storage.
         if storage == "float8" and tensor.dim() == 1:
             storage = "float16"
         weights[name] = tensor.to(STORED_AS[storage])

@@ -174,7 +174,7 @@ def select_layers(
             "one. Remove --init-from-teacher."
         )
 
-    # The student reproduces hidden states, so that its pooling must be that of the teacher, too.
+    # The student reproduces hidden states, so its pooling must be that of the teacher, too.
     expected = str(getattr(teacher[1], "pooling_mode", None))
     pooling = str(getattr(student[1], "pooling_mode", None))
     if pooling != expected:
@@ -318,7 +318,7 @@ class BlockTransfer:
         block.attention_norm.weight.fill_(1)
         block.ffn_norm.weight.fill_(1)
 
-        # Both models see the same texts, so that row i of the inputs and of the targets is one
+        # Both models see the same texts, so row i of the inputs and of the targets is one
         # token.
         inputs = _flat([_normalize(hidden) for hidden in self.stream[: self.fitted]])
         teacher_inputs = _flat(self.before[: self.fitted])
@@ -348,10 +348,10 @@ class BlockTransfer:
         """Fit the output of the attention and the feed-forward.
 
         The gates are the neurons of the teacher with the largest influence on its output. The
-        values are a constant, so that SwiGLU becomes GELU.
+        values are a constant, so SwiGLU becomes GELU.
         """
         # The output of the attention leads from the states of the student to those of the teacher
-        # after the attention, so that it also corrects the difference of the residual streams.
+        # after the attention, so it also corrects the difference of the residual streams.
         block = self.block
         layer = self.layer
         stream = self.stream[: self.fitted]
@@ -384,7 +384,7 @@ class BlockTransfer:
         block.ffn.w3.weight.zero_()
 
         activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
-        # The next norm removes the length of a state, so that the target may have any length. The
+        # The next norm removes the length of a state, so the target may have any length. The
         # nearest one is the easiest to fit.
         target = _flat(self.after[: self.fitted])
         target = target * nearest_length(target, states)
@@ -394,7 +394,7 @@ class BlockTransfer:
         """Train all matrices on the attention and the hidden states of the teacher."""
         block = self.block
         variance = _flat(self.after).var(0)
-        # Coordinates of a teacher may be constant, so that no variance may be close to 0.
+        # Coordinates of a teacher may be constant, so no variance may be close to 0.
         deviation = (variance + SMALLEST_VARIANCE * variance.mean()).sqrt()
         device = deviation.device.type
 
@@ -461,7 +461,7 @@ def train(
     if not steps:
         return
 
-    # Adam changes every value by about the learning rate, so that it is relative to the size of the
+    # Adam changes every value by about the learning rate, so it is relative to the size of the
     # values.
     groups = []
     for weight in weights:

@@ -531,7 +531,7 @@ class PackedEncoder:
 
     def _pool_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Run the model on one packed batch and return the pooled hidden states, (N, D)."""
-        # The unused tokens are a sequence of their own, so that no text attends to them.
+        # The unused tokens are a sequence of their own, so no text attends to them.
         total = sum(map(len, batch))
         filler = self._filler(total)
         packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)

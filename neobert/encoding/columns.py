@@ -77,7 +77,7 @@ def copied_columns(
         )
 
     # The suffix :text requests a string, unless it is part of a column's name. Texts of JSON and
-    # CSV files are always strings, so that a text such as "42" does not become a number.
+    # CSV files are always strings, so a text such as "42" does not become a number.
     is_typed = first.format == ".parquet"
     types = {}
     for name in filter(None, names):

@@ -140,7 +140,7 @@ class CorpusEncoder:
     ) -> np.ndarray:
         """Return embeddings, (N, dimension) float32; see `PackedEncoder.embed`."""
         embeddings = self.encoder.embed(tokens, progress, self.prompt)[:, : self.dimension]
-        # As in torch, the norm has a minimum, so that zeros stay zeros.
+        # As in torch, the norm has a minimum, so zeros stay zeros.
         if self.normalize:
             norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
             embeddings = embeddings / np.maximum(norms, 1e-12)

@@ -120,9 +120,9 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
 
 
 def clear(filesystem: Any, path: str) -> None:
-    """Remove the temporary files of killed processes whose files exist.
+    """Remove temporary files whose final file already exists.
 
-    The temporary file of another name may belong to a running process that knows newer input.
+    Other temporary files are kept, because a running process may still be writing them.
 
     Args:
         filesystem: File system of fsspec.
@@ -254,9 +254,9 @@ class Folder:
         # A file of another size is another input.
         if (part["file"], part["size"]) != (file.name, file.size):
             raise UserError(
-                f"{path} contains the embeddings of {part['file']} with {part['size']:,} bytes, "
-                f"but {file.url} has {file.size:,}. Remove the parts of this "
-                "file, or put new texts into a new file."
+                f"{file.url} has {file.size:,} bytes, but {part['file']} had {part['size']:,} when "
+                f"{path} was written. Remove the parts of the input file from the output, or put "
+                "new texts into a new file."
             )
         truncation = Truncation(**part.pop("truncation"))
         return Part(**part, truncation=truncation, embeddings=rows)

@@ -51,7 +51,8 @@ class ModelOptions(OptionGroup):
     )
     prompt_name: str | None = option(
         None,
-        "Name of a prompt of the model to prepend to each text, by default its default prompt.",
+        "Name of the model's prompt to prepend to each text. By default the default prompt of the "
+        "model.",
         metavar="NAME",
     )
     prompt: str | None = option(
@@ -121,7 +122,8 @@ class InferenceOptions(OptionGroup):
     )
     device: str | None = option(
         None,
-        "Device: cpu, cuda, cuda:1, ... Under a launcher, each process uses its own GPU.",
+        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available; under a launcher, each "
+        "process uses its own GPU.",
         metavar="NAME",
         affects_results=False,
     )
@@ -130,7 +132,7 @@ class InferenceOptions(OptionGroup):
     )
     shard: str | None = option(
         None,
-        "Shard of the parts to encode, from 0/n to n-1/n. By default the rank of the process "
+        "Shard of the parts to encode, from 0/N to N-1/N. By default the rank of the process "
         "under torchrun, accelerate or srun.",
         metavar="I/N",
         affects_results=False,

@@ -78,9 +78,9 @@ def main(
     errors = report["errors"]
     if errors:
         raise UserError(
-            f"{len(errors)} of {len(tasks)} tasks failed ({', '.join(errors)}): "
-            f"{one_line(next(iter(errors.values()))).removesuffix('.')}. Run the same command "
-            "again to resume."
+            f"{len(errors)} of {len(tasks)} tasks failed ({', '.join(errors)}). First error: "
+            f"{one_line(next(iter(errors.values()))).removesuffix('.')}. {report['name']}.json "
+            "contains all errors. Run the same command again to retry these tasks."
         )
     return 0
 
@@ -111,8 +111,8 @@ def choose_tasks(
                 matches = [mteb.get_task(name, languages=["eng"])]
             except KeyError as error:
                 raise UserError(
-                    f"MTEB has no task or benchmark {name!r} ({error.args[0]}). Benchmarks are "
-                    f"{', '.join(BENCHMARKS)} and others."
+                    f"`tasks` must name tasks or benchmarks of MTEB, got {name!r} "
+                    f"({error.args[0]}). Benchmarks are, for example, {', '.join(BENCHMARKS)}."
                 ) from None
 
         # Several benchmarks may contain the same task, which is evaluated once.
@@ -159,8 +159,9 @@ class PackedModel(AbsEncoder):
         template: Format of an instruction before a text.
     """
 
-    # The instructions of a file come first, the prompt of the task is the default. The source that
-    # is missing here, prompts by side, has no counterpart in a file of instructions.
+    # An instruction file may contain a task or a task type. The prompt in the metadata of the task
+    # is the fallback. `ENCODE_TYPE_PROMPT` is omitted, because a file has no entries for queries or
+    # documents.
     prompt_priority = (  # type: ignore[assignment]
         PromptSource.CUSTOM_PROMPT,
         PromptSource.TASK_TYPE_PROMPT,
@@ -212,7 +213,7 @@ def fingerprint(
     encoder: PackedEncoder, options: MtebOptions, instructions: dict[str, str] | None
 ) -> str:
     """Return 40 hex digits that change with the model and every option that affects embeddings."""
-    # MTEB takes the result for the revision of the model, a commit hash of 40 digits.
+    # MTEB uses the result as the revision of the model, usually a commit hash of 40 digits.
     settings = [
         model_digest(options.evaluation.model),
         options.encoder.tokenizer,

@@ -202,7 +202,7 @@ class Reference:
                 name: torch.as_tensor(value).float()
                 for name, value in run(input_ids, attention_mask).items()
             }
-            # Outputs at padding tokens are undefined, so that they are compared nowhere.
+            # Outputs at padding tokens are undefined, so they are compared nowhere.
             mask = attention_mask.bool()
             for name, values in expected.items():
                 _check_shape(title, name, outputs.get(name), values)
@@ -292,7 +292,7 @@ def make_texts(source: SourceModel, lengths: Sequence[int], first: int = 0) -> I
     for number, length in enumerate(lengths):
         if length + extra > source.max_length:
             continue
-        # Every text starts with another sentence, so that equal lengths have different texts.
+        # Every text starts with another sentence, so equal lengths have different texts.
         start = (first + number) % len(SENTENCES)
         # Every sentence has at least one token, so this text has at least `length` tokens.
         rotated = SENTENCES[start:] + SENTENCES[:start]
@@ -313,13 +313,13 @@ def pad_right(texts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor
 def _batches(source: SourceModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the batches of `Reference`.
 
-    The lengths are mixed, so that every batch contains padding. The longest text is a batch of its
+    The lengths are mixed, so every batch contains padding. The longest text is a batch of its
     own.
     """
     longest = min(_LONG, source.max_length - source.tokenizer.num_special_tokens_to_add())
     texts = list(make_texts(source, _LENGTHS))
     pad_id = source.config.pad_token_id or 0
-    # Every second length is in the same batch, so that each has both short and long texts.
+    # Every second length is in the same batch, so each has both short and long texts.
     for start in range(2):
         yield pad_right(texts[start::2], pad_id)
     yield pad_right(list(make_texts(source, [longest], first=7)), pad_id)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ImportError: If a package of the target is not installed.
     """
     name, options = OPTIONS["export"].read(sys.argv[1:] if argv is None else argv)
-    # The module of the target imports its packages, so that it is imported after their check.
+    # The module of the target imports its packages, so it is imported after their check.
     target = TARGETS[name]
     require(target.extra, *target.packages)
     module = importlib.import_module(f".{target.module}", __package__)

@@ -17,7 +17,7 @@ logger = logging.getLogger("neobert.export")
 
 # Maximum error of a value by dtype, relative to the maximum of its tensor: half a step of the 11
 # bits of float16, and of 127 steps whose size is a float16 itself. q4_0, which a file of q5_0
-# contains too, has 8 steps below zero and 7 above, so that a value may be clipped by a whole step.
+# contains too, has 8 steps below zero and 7 above, so a value may be clipped by a whole step.
 BOUNDS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q5_0": 1 / 8 + 2.0**-11}
 
 
@@ -76,7 +76,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     )
 
     if options.format.check:
-        # The file may have any of the data types, so that the largest bound applies.
+        # The file may have any of the data types, so the largest bound applies.
         error = largest_error(output, source.model, writer)
         if not error <= max(BOUNDS.values()):
             raise UserError(f"{output} does not contain this model: {_describe_error(error)}.")

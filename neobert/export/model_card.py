@@ -50,7 +50,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
     library = "transformers.js" if target == "onnx" else "openvino"
     suffix = "onnx" if target == "onnx" else "xml"
 
-    # Heads with a few labels have no vector per token to compare, so that the cell is empty.
+    # Heads with a few labels have no vector per token to compare, so the cell is empty.
     rows = []
     for stem, file in files.items():
         token = "" if file.token is None else f"{file.token:.6f}"

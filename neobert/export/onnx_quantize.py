@@ -3,7 +3,7 @@
 In int8, the weights of a linear layer have one scale per output channel, and its inputs one scale
 per token. (`onnxruntime.quantization.quantize_dynamic` has one scale per batch.) A token with large
 values then does not reduce the precision of other tokens, and the embedding of a text does not
-depend on the other texts of the batch. Pairs of weights are limited, so that sums of two products
+depend on the other texts of the batch. Pairs of weights are limited, so sums of two products
 stay within 16 bits, which processors without VNNI instructions would saturate.
 """
 
@@ -138,7 +138,7 @@ def _rewrite(
 
 def _replace(field: Any, items: Iterable[Any]) -> None:
     """Replace the items of a repeated field of protobuf, which may be among the new ones."""
-    # `del` frees the items of protobuf, so that new items must be copies.
+    # `del` frees the items of protobuf, so new items must be copies.
     copies = [copy.deepcopy(item) for item in items]
     del field[:]
     field.extend(copies)
@@ -177,7 +177,7 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
 
     name = node.name
     x = node.input[0]
-    # The columns of an ONNX weight are the outputs, so that each output has its own scale.
+    # The columns of an ONNX weight are the outputs, so each output has its own scale.
     integers, largest = quantize_weight(torch.tensor(weight.T), limit_pairs=True)
     tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),

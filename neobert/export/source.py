@@ -271,7 +271,7 @@ def _load_source(
     library_path = model_path / "config_sentence_transformers.json"
     if modules and library_path.is_file():
         library_config = read_json(library_path)
-    # With another head, hidden states are no output, so that there is nothing to pool.
+    # With another head, hidden states are no output, so there is nothing to pool.
     pooling = _load_pooling(model_path, modules) if modules and head.option == "base" else None
 
     # The Hub lists models with the relation "quantized" below their base model.
@@ -313,7 +313,7 @@ def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Mo
         if head.has_choices:
             raise UserError("multiple-choice models cannot be exported: no engine supports them.")
         model_class: Any = head.model_class
-        # The weights of a Hub folder are untrusted, so that pickles are never loaded. SDPA is the
+        # The weights of a Hub folder are untrusted, so pickles are never loaded. SDPA is the
         # attention that exporters can trace.
         model, report = model_class.from_pretrained(
             folder,

@@ -50,7 +50,7 @@ METRICS: dict[str, Metric] = {
         scipy.stats.spearmanr, labels, predictions
     ),
     # The predictions of a text are its numbers of correct, predicted and true entities or words,
-    # (N, 3), so that a bootstrap resamples texts. The labels are not used.
+    # (N, 3), so a bootstrap resamples texts. The labels are not used.
     "entity_f1": lambda labels, counts: _ratio(2 * counts[:, 0].sum(), counts[:, 1:].sum()),
     "word_accuracy": lambda labels, counts: _ratio(counts[:, 0].sum(), counts[:, 2].sum()),
 }
@@ -191,7 +191,7 @@ def fit_embedding_baseline(
     labels = np.asarray(train_labels)
     # With inputs of unit variance, the same strengths suit every encoder.
     scale = train_embeddings.std() or 1.0
-    # From strong to weak regularization, so that the stronger of two equal ones is selected.
+    # From strong to weak regularization, so the stronger of two equal ones is selected.
     strengths = (100.0, 10.0, 1.0, 0.1) if regression else (0.01, 0.1, 1.0, 10.0)
     best_value = -math.inf
     for strength in strengths:
@@ -280,7 +280,7 @@ class _TextFeatures:
         self.union = FeatureUnion([("words", self.words), ("characters", self.characters)])
 
     def fit(self, texts: Texts) -> "_TextFeatures":
-        # Both texts of a pair have the same vocabulary, so that their features can be compared.
+        # Both texts of a pair have the same vocabulary, so their features can be compared.
         self.union.fit([text for row in texts for text in _parts(row)])
         return self
 
@@ -290,7 +290,7 @@ class _TextFeatures:
             return self.union.transform(columns[0])
 
         first, second = (self.union.transform(column) for column in columns)
-        # The rows of each vectorizer have length 1, so that the sum of a product is a cosine.
+        # The rows of each vectorizer have length 1, so the sum of a product is a cosine.
         product = first.multiply(second).tocsr()
         words = len(self.words.vocabulary_)
         similarities = np.hstack([product[:, :words].sum(axis=1), product[:, words:].sum(axis=1)])

@@ -74,13 +74,13 @@ def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
     if not task.from_mnli or options.model.start == "none":
         return None, model
 
-    # The runs are sorted by their score, so that the last one is the best.
+    # The runs are sorted by their score, so the last one is the best.
     runs = [folder for _, folder in runs_of_row(options, "mnli") if (folder / "best").is_dir()]
     if runs:
         logger.info("%s starts from the best MNLI run, %s.", task.name, runs[-1].name)
         return runs[-1].name, str(runs[-1] / "best")
     logger.warning(
-        "warning: %s starts from %s, because there is no finished MNLI run under %s. The paper "
+        "%s starts from %s, because there is no finished MNLI run under %s. The paper "
         "starts from MNLI: run --task mnli first.",
         task.name,
         model,
@@ -167,14 +167,14 @@ def report_baselines(task: Task, results: list[dict]) -> None:
     best_name, best_value, _ = max(entries[1:], key=lambda entry: entry[1])
     if mean <= best_value:
         logger.warning(
-            "warning: %s: the fine-tuned model does not beat the baseline %r. Try another "
+            "%s: the fine-tuned model does not beat the baseline %r. Try another "
             "--learning-rate or more --num-train-epochs.",
             task.name,
             best_name,
         )
     if any(result["predicted_classes"] == 1 for result in results):
         logger.warning(
-            "warning: %s: a run predicts the same class for every dev row. Try another "
+            "%s: a run predicts the same class for every dev row. Try another "
             "--learning-rate or more --num-train-epochs.",
             task.name,
         )
@@ -211,8 +211,8 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
             is_same = is_same and previous["rows"] == rows
         if result["name"] == options.name and not is_same:
             raise UserError(
-                f"{folder} is a run of other weights or rows under the name {options.name!r}. "
-                "Choose another --name or another --output."
+                f"`name` {options.name!r} is already used in {folder} for other weights or rows. "
+                "Choose another --name or --output."
             )
     return Inputs(load_tokenizer(model), revision, hidden_size, splits)
 
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = ""
     for task in tasks:
         run_task(options, task, inputs)
-        # The table is written after every task, so that an interrupted command leaves one.
+        # The table is written after every task, so an interrupted command leaves one.
         if is_main:
             page = write_tables(options.output.output)
     if is_main:

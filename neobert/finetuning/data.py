@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def split_heldout(rows: int, fraction: float, max_rows: int) -> tuple[list[int], list[int]]:
     """Return the indices of the rows to train on and of the held-out rows.
 
-    The held-out rows are the same for every seed, so that seeds differ in training alone.
+    The held-out rows are the same for every seed, so seeds differ in training alone.
 
     Args:
         rows: Number of training rows.
@@ -55,7 +55,7 @@ def prepare(
     from datasets import Dataset, concatenate_datasets
 
     def tokenize(columns: dict[str, list]) -> Dataset:
-        # The collator pads each batch, so that rows keep their lengths here.
+        # The collator pads each batch, so rows keep their lengths here.
         texts = [columns[name] for name in task.texts]
         parts = []
         for group in text_groups([sum(map(len, row)) for row in zip(*texts)]):
@@ -77,7 +77,7 @@ def prepare(
     for split in task.validation:
         parts[split] = tokenize(splits[split])
 
-    # Trainer evaluates one data set, so that the parts are concatenated.
+    # Trainer evaluates one data set, so the parts are concatenated.
     slices = {}
     start = 0
     for name, part in parts.items():

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(metrics_table(result))
         logger.info(result["comparison"]["statement"])
         if result["warning"]:
-            logger.warning("Warning: %s", result["warning"])
+            logger.warning("%s", result["warning"])
         logger.info(
             "%s: classify a file with: neobert predict INPUT OUTPUT --model %s",
             options.model.output,
@@ -241,7 +241,7 @@ class Finetuning:
                 f"tokenizer.json), got one written in Python in {name}."
             )
 
-        # A new head is random, so that the seed is set before the model is loaded.
+        # A new head is random, so the seed is set before the model is loaded.
         set_seed(self.training.seed)
         model, new_head = load_classifier(
             name,
@@ -298,7 +298,7 @@ class Finetuning:
         if any(counts.values()):
             listing = ", ".join(f"{name} {count:,}" for name, count in counts.items())
             logger.warning(
-                "Warning: texts of more than %s tokens are truncated: %s. Raise --max-length to "
+                "Texts of more than %s tokens are truncated: %s. Raise --max-length to "
                 "use all of their tokens.",
                 f"{self.max_length:,}",
                 listing,

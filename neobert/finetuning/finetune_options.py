@@ -46,7 +46,7 @@ class DataOptions(OptionGroup):
 
     title = "Data"
 
-    # A run is identified by the content of its rows, so that their paths do not affect the results.
+    # A run is identified by the content of its rows, so their paths do not affect the results.
     train: str = option(
         help="Labeled rows (.csv, .tsv, .jsonl, .parquet): a file, a directory, a glob or a URL.",
         positional=True,
@@ -63,8 +63,9 @@ class DataOptions(OptionGroup):
     )
     label_column: list[str] | None = option(
         None,
-        "Column that contains the label, or several columns of 0 and 1. By default label, labels, "
-        "tags, entities or score.",
+        "Column that contains the label, or several columns of 0 and 1 for multi-label "
+        "classification. By default the first of label, labels, tags, ner_tags, entities, spans "
+        "and score in the input.",
         metavar="NAME",
     )
     validation_file: str | None = option(
@@ -89,7 +90,9 @@ class DataOptions(OptionGroup):
         0, "Random seed of the split, which is stratified by label."
     )
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] = option(
-        512, "Maximum sequence length in tokens; longer texts are truncated in training."
+        512,
+        "Maximum sequence length in tokens; longer texts are truncated in training and evaluation. "
+        "The saved model uses this length by default in neobert predict.",
     )
 
     def __post_init__(self) -> None:
@@ -109,11 +112,14 @@ class EvaluationOptions(OptionGroup):
         Literal["accuracy", "macro_f1", "matthews", "micro_f1", "pearson", "spearman"] | None
     ) = option(
         None,
-        "Metric that selects the checkpoint. By default accuracy; micro_f1 for several labels, "
-        "spearman for regression. Entities have one metric, their F1.",
+        "Metric that selects the checkpoint. By default accuracy for classification, micro_f1 for "
+        "multi-label classification and spearman for regression; token classification always uses "
+        "F1.",
     )
     patience: Annotated[int, Meta(ge=1)] | None = option(
-        None, "Number of evaluations without progress after which the run stops. By default none."
+        None,
+        "Number of evaluations without improvement after which training stops. By default training "
+        "does not stop early.",
     )
     baselines: bool = option(
         True, "Measure simple baselines on the same rows.", affects_results=False
@@ -157,6 +163,20 @@ TRAINER_DEFAULTS = {
     "seed": 42,
 }
 
+# Options of Trainer that `neobert finetune` and `neobert glue` set, see `trainer.FIXED`.
+TRAINER_FIXED = dict.fromkeys(
+    (
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "label_names",
+        "remove_unused_columns",
+        "ignore_data_skip",
+        "restore_callback_states_from_checkpoint",
+    ),
+    "",
+)
+
 FINETUNE = OptionParser(
     "neobert finetune",
     "Fine-tune an encoder as a classifier, a regression model or a token classifier on your own "
@@ -165,4 +185,9 @@ FINETUNE = OptionParser(
     "neobert finetune reviews.csv --text-column review --label-column stars --model "
     "examples/sentence-encoder --output runs/reviews",
     trainer_defaults=TRAINER_DEFAULTS,
+    trainer_help={
+        "learning_rate": "Peak learning rate. By default 2e-5 * (768 / hidden size)^5, from 2e-5 "
+        "to 1e-3; at least 3e-4 with --lora.",
+    },
+    trainer_replaced=TRAINER_FIXED,
 )

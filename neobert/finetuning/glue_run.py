@@ -131,8 +131,8 @@ def fine_tune(
 ) -> dict[str, Any]:
     """Fine-tune a model, unless the run has finished before.
 
-    The run's directory gets result.json, with LoRA adapter/, and best/ if its weights are saved:
-    model and tokenizer, with the adapter merged.
+    The directory of the run contains result.json; `adapter/` with LoRA; and `best/`, the model with
+    the merged adapter and its tokenizer, if its weights are saved.
 
     Args:
         run: Run.
@@ -193,7 +193,7 @@ def build_trainer(
         checkpoints: Directory of the checkpoints.
     """
     options = run.options
-    # A new head is random, so that the seed is set before the model is loaded.
+    # A new head is random, so the seed is set before the model is loaded.
     set_seed(run.seed)
     model, new_head = load_classifier(
         model_name,

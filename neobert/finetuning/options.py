@@ -22,7 +22,7 @@ from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, identity, option
 from ..training.lora import LoraOptions
 from ..training.options import number_options
-from .finetune_options import FINETUNE
+from .finetune_options import FINETUNE, TRAINER_FIXED
 from .tasks import HUB_DATA, Task
 
 
@@ -91,7 +91,7 @@ class DataOptions(OptionGroup):
         help="Comma-separated tasks of mnli, qnli, qqp, rte, sst2, mrpc, cola and stsb, or all.",
         metavar="NAMES",
     )
-    # A run is identified by the digest of its rows, so that their path does not affect the results.
+    # A run is identified by the digest of its rows, so their path does not affect the results.
     data: str = option(
         HUB_DATA,
         "Name on the Hub, or a directory with <task>/<split>.jsonl, .csv, .tsv or .parquet.",
@@ -175,9 +175,9 @@ class OptimizationOptions(OptionGroup):
     )
     learning_rate: Annotated[float, Meta(gt=0)] | None = option(
         None,
-        "Peak learning rate. (default: from the preset; without --preset, 2e-5 * (768 / "
-        "hidden size)^5, at most 1e-3, for encoders with a hidden size below 768; with --lora, "
-        "--lora-learning-rate)",
+        "Peak learning rate. By default --lora-learning-rate with --lora; the value of the preset "
+        "if --preset or --grid is passed or the hidden size is at least 768; otherwise 2e-5 * (768 "
+        "/ hidden size)^5, at most 1e-3.",
     )
     weight_decay: Annotated[float, Meta(ge=0)] | None = option(
         None, "Weight decay of matrices. (default: from the preset)"
@@ -330,7 +330,7 @@ class GlueRun:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the run's results depend on, except machine and library versions."""
-        # LoRA is identified by its effective settings, so that its options without --lora do not
+        # LoRA is identified by its effective settings, so its options without --lora do not
         # matter.
         values = identity(self.options)
         for name in (f.name for f in fields(LoraOptions)):
@@ -377,5 +377,19 @@ OPTIONS: dict[str, OptionParser] = {
         "neobert glue --task rte --model chandar-lab/NeoBERT",
         trainer_defaults={},
         default_recipes=(RECIPE,),
+        # The defaults are those of the recipe.
+        trainer_help={
+            "num_train_epochs": "Number of training epochs (default: 10).",
+            "lr_scheduler_type": "Learning rate schedule, such as linear, cosine or constant "
+            "(default: linear).",
+            "report_to": "Experiment tracker: none, tensorboard, wandb, ... (default: none)",
+        },
+        trainer_replaced={
+            "per_device_train_batch_size": "--batch-size",
+            "warmup_steps": "--warmup-ratio",
+            "seed": "--seeds",
+            **dict.fromkeys(("save_steps", "save_strategy", "eval_steps", "eval_strategy"), ""),
+            **TRAINER_FIXED,
+        },
     ),
 }

@@ -84,7 +84,7 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
     if len(labels) > MAX_LABELS:
         return False
     counts = np.asarray(matrix)
-    # Colors show fractions of a row, so that rare labels are visible, too.
+    # Colors show fractions of a row, so rare labels are visible, too.
     fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = 3.0 + 0.35 * len(labels)
     figure = Figure(figsize=(size + 1, size), dpi=120, layout="constrained")

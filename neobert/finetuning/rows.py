@@ -248,7 +248,7 @@ def encode_rows(
     if task.name == REGRESSION:
         return task, [Examples(rows, labels, []) for rows, labels in zip(texts, values)]
 
-    # The numbers of the labels follow from all parts, so that a rare label of the test is known.
+    # The numbers of the labels follow from all parts, so a rare label of the test is known.
     used: Counter = Counter()
     for part_labels in values:
         for label in part_labels:
@@ -271,7 +271,7 @@ def encode_rows(
     encoded = []
     for rows, row_labels in zip(texts, values):
         if task.name == MULTI_LABEL:
-            # Constants are shared, so that a value takes 8 bytes instead of 32.
+            # Constants are shared, so a value takes 8 bytes instead of 32.
             coded: list[Any] = [
                 [1.0 if name in row else 0.0 for name in labels] for row in map(set, row_labels)
             ]
@@ -435,8 +435,7 @@ def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, li
         )
         if lost := sum(count for *_, count in rows):
             logger.warning(
-                "Warning: %s: %s spans are left out, because they overlap another span or contain "
-                "no word.",
+                "%s: %s spans are left out, because they overlap another span or contain no word.",
                 part.source,
                 f"{lost:,}",
             )

@@ -91,12 +91,17 @@ def read_splits(
         validation=validation or train.select(validation_rows),
         test=test or train.select(test_rows),
     )
+    own_files = {"validation": options.validation_file, "test": options.test_file}
     for name, count in splits.sizes().items():
-        if count < 2:
-            raise UserError(
-                f"the {name} part must have at least 2 rows, got {count} of {len(train):,} rows in "
-                f"{options.train}. Use more rows, or raise --{name}-percent."
-            )
+        if count >= 2:
+            continue
+        if own_files.get(name) is not None:
+            remedy = "Add rows with a text and a label to its file."
+        elif name == "train":
+            remedy = "Add rows, or lower --validation-percent or --test-percent."
+        else:
+            remedy = f"Add rows, or raise --{name}-percent."
+        raise UserError(f"the {name} part must have at least 2 rows, got {count}. {remedy}")
     _report(task, splits)
     return task, splits
 
@@ -155,7 +160,7 @@ def _strata(task: TextTask, labels: Sequence) -> list[tuple]:
     if task.name == MULTI_LABEL:
         sets = [tuple(label) for label in labels]
         counts = Counter(sets)
-        # Rare sets are together, so that they are split as well.
+        # Rare sets are together, so they are split as well.
         return [key if counts[key] >= 10 else (-1.0,) for key in sets]
     # The keys of values are their deciles, and those of tagged texts their numbers of entities.
     if task.name == REGRESSION:
@@ -175,7 +180,8 @@ def _report(task: TextTask, splits: Splits) -> None:
     repeated = sum(texts in train_texts for texts in splits.test.texts)
     if repeated:
         logger.warning(
-            "Warning: %s of %s test texts are training texts, too. The test measures them as well.",
+            "%s of %s test texts also occur in the training rows, so the test metrics are "
+            "too high.",
             f"{repeated:,}",
             f"{len(splits.test):,}",
         )
@@ -183,4 +189,4 @@ def _report(task: TextTask, splits: Splits) -> None:
         missing = set(range(len(task.labels))) - set(splits.train.labels)
         if missing:
             names = ", ".join(task.labels[number] for number in sorted(missing))
-            logger.warning("Warning: there are no training rows of the labels %s.", names)
+            logger.warning("There are no training rows of the labels %s.", names)

@@ -107,7 +107,7 @@ def tags_from_spans(spans: Sequence[Mapping[str, Any]], words: Bounds) -> tuple[
     Returns:
         The tags, and the number of spans that are not used.
     """
-    # Longer spans come first, so that nested spans lose against the span around them.
+    # Longer spans come first, so nested spans lose against the span around them.
     tags = [OUTSIDE] * len(words)
     # Words do not overlap, so their starts and ends are sorted.
     starts = [start for start, _ in words]

@@ -59,7 +59,7 @@ class Task:
 
 _NLI = ("entailment", "not_entailment")
 
-# In the order of Table 3. MNLI comes first, so that "all" has its checkpoint for the tasks that
+# In the order of Table 3. MNLI comes first, so "all" has its checkpoint for the tasks that
 # start from it.
 TASKS = {
     task.name: task

@@ -252,11 +252,14 @@ class Prediction:
 
         # A model of pairs needs two columns, any other model one.
         count = len(record.task.text_columns)
-        if missing or (record.task.text_columns and len(text_columns) != count):
-            what = f"no column {missing[0]!r}" if missing else f"{len(text_columns)} text columns"
+        if missing:
             raise UserError(
-                f"{first.url} must contain {count} text columns of the model, got {what}; it has "
-                f"{listed(columns)}. Pass --text-column."
+                f"{first.url} has no column {missing[0]!r}, only {listed(columns)}. Name the text "
+                "column with --text-column."
+            )
+        if record.task.text_columns and len(text_columns) != count:
+            raise UserError(
+                f"`text_column` must name {count} columns for this model, got {len(text_columns)}."
             )
         return columns, text_columns
 

@@ -29,8 +29,8 @@ class DataOptions(OptionGroup):
     )
     text_column: list[str] | None = option(
         None,
-        "Column that contains the text, or the two columns of a pair. By default those of the "
-        "training, or text.",
+        "Column that contains the text, or the two columns of a pair. By default the columns that "
+        "the model was trained on, or text if the input lacks them.",
         metavar="NAME",
     )
     probabilities: bool = option(
@@ -72,7 +72,7 @@ class LongTextOptions(OptionGroup):
         "windows; labels get the mean of the logits, entities are merged by their characters.",
     )
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] | None = option(
-        None, "Maximum sequence length in tokens. By default that of the training."
+        None, "Maximum sequence length in tokens. By default the length used in training."
     )
     overlap: Annotated[int, Meta(ge=0)] | None = option(
         None,

@@ -173,7 +173,7 @@ class Table:
                     writer.write_table(pyarrow.parquet.read_table(part))
             return
 
-        # The parts have no header, so that they can be concatenated.
+        # The parts have no header, so they can be concatenated.
         if self.format == ".csv":
             output.write(_csv_line([*self.input_columns, *self.prediction_columns]))
 

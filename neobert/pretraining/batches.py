@@ -116,7 +116,7 @@ class TokenWindows:
         """Return the text of each window and the position of its first token in the text, (N,)."""
         if self.ends is None:
             return ids, np.zeros(len(ids), dtype=np.int64)
-        # `ends` is ascending, so that a binary search finds the text of a window without a table
+        # `ends` is ascending, so a binary search finds the text of a window without a table
         # with one entry per window.
         texts = np.searchsorted(self.ends, ids, side="right")
         windows_before = np.where(texts > 0, self.ends[texts - 1], 0)
@@ -232,7 +232,7 @@ def masked_batch(
 
 def batch_generator(seed: int, number: int) -> torch.Generator:
     """Return the random number generator of a micro-batch."""
-    # SeedSequence mixes both numbers, so that neighboring micro-batches have independent masks. The
+    # SeedSequence mixes both numbers, so neighboring micro-batches have independent masks. The
     # shift keeps the seed within the signed 64-bit integers.
     state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0] >> 1))
@@ -241,7 +241,7 @@ def batch_generator(seed: int, number: int) -> torch.Generator:
 def batch_counts(batch: dict[str, Any]) -> dict[str, int | torch.Tensor]:
     """Return the quantities that determine the cost of a batch.
 
-    They are integers or 0-dimensional tensors, so that computing them does not wait for the GPU.
+    They are integers or 0-dimensional tensors, so computing them does not wait for the GPU.
 
     Returns:
         Number of tokens as "tokens", sum of the squared sequence lengths as "squares", and number

@@ -104,7 +104,7 @@ def comparison_table(
     """Return a table of the validation metrics before the first step and after the last.
 
     Changes are relative to the initial model. If the run replaced the vocabulary, this is the model
-    with its original tokenizer, so that the table shows what the model has forgotten. The masked
+    with its original tokenizer, so the table shows what the model has forgotten. The masked
     accuracy of two vocabularies is not comparable, so its change is omitted.
 
     Args:

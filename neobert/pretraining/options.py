@@ -171,7 +171,7 @@ class BatchOptions(OptionGroup):
                 "them."
             )
         if self.micro_batch_tokens is None and self.micro_batch_size is None:
-            # The dataclass is frozen, so that an assignment would fail.
+            # The dataclass is frozen, so an assignment would fail.
             object.__setattr__(self, "micro_batch_size", DEFAULT_MICRO_BATCH_SIZE)
         self._check_mixture()
         self._check_micro_batch_tokens()
@@ -391,6 +391,24 @@ OPTIONS: dict[str, OptionParser[Any]] = {
         "neobert pretrain recipes/example_small.yaml --dataset texts.txt "
         "--validation validation.txt",
         TRAINER_DEFAULTS,
+        trainer_help={
+            "warmup_steps": "Warmup steps; a value below 1 is a fraction of all steps. By default "
+            "2,000, or 5 % of the steps if that is less.",
+            "lr_scheduler_type": "Learning rate schedule, such as linear, cosine or constant. By "
+            "default a cosine to 10 % of the peak at 90 % of the steps, then constant.",
+        },
+        trainer_replaced={
+            "per_device_train_batch_size": "--micro-batch-size",
+            **dict.fromkeys(
+                (
+                    "remove_unused_columns",
+                    "include_num_input_tokens_seen",
+                    "label_smoothing_factor",
+                    "auto_find_batch_size",
+                ),
+                "",
+            ),
+        },
     ),
     "pseudo-perplexity": PSEUDO_PERPLEXITY_PARSER,
 }

@@ -14,7 +14,7 @@ from .options import BatchOptions
 from .prepared import TokenizedTexts
 
 
-# Minimum number of samples of the rarest weighted source per epoch, so that rounding changes its
+# Minimum number of samples of the rarest weighted source per epoch, so rounding changes its
 # fraction by at most 0.5 %.
 MIN_SAMPLES = 100
 
@@ -86,7 +86,7 @@ class Plan:
 
         min_tokens = spec.parts[number][0]
         self.ids = windows.of_texts_from(min_tokens)
-        # The ids are ascending and each source is a range of them, so that a binary search finds
+        # The ids are ascending and each source is a range of them, so a binary search finds
         # where a source ends.
         shares = windows.texts.shares
         source_ends = np.array([len(self.ids)])
@@ -122,7 +122,7 @@ class Plan:
     def epoch(self, number: int) -> EpochPlan:
         """Return the batches of an epoch. The newest epoch is cached."""
         if self._newest is None or self._newest[0] != number:
-            # Release the previous epoch first, so that two epochs are never in memory.
+            # Release the previous epoch first, so two epochs are never in memory.
             self._newest = None
             self._newest = (number, self._plan(self.order(number)))
         return self._newest[1]
@@ -163,7 +163,7 @@ class Plan:
 
     def locate(self, k: int) -> tuple[int, int]:
         """Return the epoch of batch k, and its index in the epoch."""
-        # With a token budget, the number of batches depends on the order of the windows, so that
+        # With a token budget, the number of batches depends on the order of the windows, so
         # the epochs before batch k must be planned, too.
         while self.ends[-1] <= k:
             self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
@@ -239,7 +239,7 @@ class WeightedOrder:
         self._newest: list[tuple[int, np.ndarray] | None] = [None] * len(self.sources)
 
         # The source that is exhausted first ends an epoch. If an epoch contained few windows of the
-        # rarest source, rounding would change the fractions, so that an epoch may contain windows
+        # rarest source, rounding would change the fractions, so an epoch may contain windows
         # of that source more than once.
         weights = np.asarray(shares)
         sizes = np.array([len(source) for source in self.sources])

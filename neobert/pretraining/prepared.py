@@ -50,7 +50,7 @@ class TokenizedTexts:
     @classmethod
     def from_dataset(cls, rows: Dataset) -> "TokenizedTexts":
         """Return the texts of a dataset with the column input_ids."""
-        # The lengths come from the offsets of the Arrow column, so that no text is read.
+        # The lengths come from the offsets of the Arrow column, so no text is read.
         lengths = pyarrow.compute.list_value_length(rows.data.column("input_ids"))
         return cls(rows, lengths.to_numpy() + np.int32(2))
 

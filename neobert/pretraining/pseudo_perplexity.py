@@ -207,7 +207,7 @@ def sample_positions(length: int, count: int | None, seed: int, text_digest: str
     if count is None or count >= length:
         return np.arange(length)
 
-    # The positions do not depend on the model, so that models with one tokenizer are measured at
+    # The positions do not depend on the model, so models with one tokenizer are measured at
     # identical positions.
     digest = hashlib.sha256(f"{seed} {text_digest}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
@@ -260,7 +260,7 @@ def masked_cross_entropy(
             rows: torch.Tensor = rows,
             part: torch.Tensor = part,
         ) -> tuple[torch.Tensor]:
-            # The decoder receives the masked position of each row, so that logits of the shape
+            # The decoder receives the masked position of each row, so logits of the shape
             # (n, L, V) are never computed.
             return (inputs[0][rows, part],)
 
@@ -436,7 +436,7 @@ def select_excerpts(
         UserError: If no text is long enough.
     """
     special_count = tokenizer.num_special_tokens_to_add()
-    # Texts are truncated to the largest length when they are read, so that MAX_ROWS of them fit
+    # Texts are truncated to the largest length when they are read, so MAX_ROWS of them fit
     # into memory. Identical texts have one digest and are measured once.
     texts = {}
     for row in load_rows(sources).take(MAX_ROWS):
@@ -446,7 +446,7 @@ def select_excerpts(
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             texts[digest] = ids[: lengths[-1] - special_count]
 
-    # The longest texts are used at every length that they reach, so that the results of two lengths
+    # The longest texts are used at every length that they reach, so the results of two lengths
     # differ in nothing but the length.
     longest = sorted(texts.items(), key=lambda item: len(item[1]), reverse=True)
     excerpts = []

@@ -83,7 +83,7 @@ class PretrainingRun:
     def streams(self) -> bool:
         """Whether the training texts are tokenized during training.
 
-        By default several sources are prepared, so that their texts are shuffled together.
+        By default several sources are prepared, so their texts are shuffled together.
         """
         if self.options.data.streaming is not None:
             return self.options.data.streaming

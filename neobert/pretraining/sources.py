@@ -251,7 +251,7 @@ def source_key(sources: Sequence[Source]) -> dict[str, Any]:
 
     Local files are identified by their content. Names do not contain directories.
     """
-    # Directories are omitted from the names, so that the key remains valid when files are moved.
+    # Directories are omitted from the names, so the key remains valid when files are moved.
     # Remote files are not downloaded: their names and sizes identify them.
     names = []
     paths: list[Path] = []
@@ -297,7 +297,7 @@ def content_hash(paths: Iterable[Path]) -> str:
     for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
-        # The distance between blocks is rounded up, so that the last block reaches the end of the
+        # The distance between blocks is rounded up, so the last block reaches the end of the
         # file. The blocks of small files are adjacent.
         step = max(_BLOCK_SIZE, -(-(size - _BLOCK_SIZE) // (_BLOCKS - 1)))
         with open(path, "rb") as file:

@@ -186,7 +186,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         """
         min_tokens = self.spec.parts[part][0]
         splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.spec, min_tokens)
-        # Readers are numbered over the processes first, so that all processes get files if there
+        # Readers are numbered over the processes first, so all processes get files if there
         # are few of them.
         reader = worker * self.world_size + self.rank
         reader_count = self.workers * self.world_size
@@ -276,9 +276,9 @@ class TextReader:
         next_text = source.next()
         if next_text is None:
             raise UserError(
-                "every reader of a stream needs a text of at least "
-                f"{max(self.min_tokens, 1)} tokens, and one has none. Use fewer processes and "
-                "workers, or prepare the dataset with `--prepare`."
+                f"a data loader worker found no text of at least {max(self.min_tokens, 1)} tokens "
+                "in its part of the stream. Use fewer processes or a smaller "
+                "--dataloader-num-workers, or tokenize the texts first with --prepare."
             )
         return next_text
 

@@ -1,7 +1,7 @@
 """Command `neobert tokenizer`: train a WordPiece tokenizer.
 
 The output directory has the format of `tokenizer/`, with the special tokens and ids of BERT, so
-that every engine that supports BERT's tokenizer can load it. `--extend BASE` keeps the tokens of
+every engine that supports BERT's tokenizer can load it. `--extend BASE` keeps the tokens of
 BASE under their ids and adds the tokens that shorten the texts most.
 
 The texts are read once to count their words, and the tokenizers library trains on the counts. The
@@ -370,7 +370,7 @@ def select_useful_tokens(
             replacement = initial_model.tokenize(candidate)
         usefulness[candidate] = uses[candidate] * (len(replacement) - 1)
 
-    # Candidates that are equally useful are sorted by their text, so that the result is
+    # Candidates that are equally useful are sorted by their text, so the result is
     # reproducible.
     best = sorted(candidates, key=lambda candidate: (-usefulness[candidate], candidate))
     return [candidate for candidate in best if usefulness[candidate] > 0][:max_tokens]

@@ -211,7 +211,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        # `Counter.update` adds. Tensors stay on the device until the next log record, so that no
+        # `Counter.update` adds. Tensors stay on the device until the next log record, so no
         # step waits for them.
         counts: dict[str, Any] = {**batch_counts(inputs)}
         counts["correct"] = masked_correct(outputs.logits, labels)[0]

@@ -216,7 +216,7 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the number of characters that each token of a vocabulary stands for.
 
     White space and the marks of tokenizers are not counted, and special tokens have no characters.
-    A token of a byte-level vocabulary counts the characters that start in the token, so that the
+    A token of a byte-level vocabulary counts the characters that start in the token, so the
     sum over the tokens of a text is the number of characters of the text.
 
     Returns:

@@ -73,7 +73,7 @@ def find_rows(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> Row
     """Find the old rows that the rows of a new vocabulary are initialized from.
 
     Special tokens are matched by their role: [MASK] corresponds to the mask token of the other
-    tokenizer. The text of a new token is normalized like a text of the old tokenizer, so that
+    tokenizer. The text of a new token is normalized like a text of the old tokenizer, so
     "Haus" corresponds to "haus" if the old tokenizer is uncased. A token of an uncased new
     tokenizer corresponds to the capitalized token if a cased old tokenizer has no other.
 
@@ -267,7 +267,7 @@ def _matching_roles(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) 
 
 def _find_row(token: str, old: _TokenReader, new: _TokenReader) -> tuple[list[int], str]:
     """Return the old ids whose mean is the row of a new token, and their origin."""
-    # Tokenizers of one type mark the position in a word in the same way, so that equal strings are
+    # Tokenizers of one type mark the position in a word in the same way, so equal strings are
     # equal tokens.
     if old.model_type == new.model_type and token in old.vocabulary:
         return [old.vocabulary[token]], COPIED

@@ -50,9 +50,9 @@ MIN_COSINE = 0.99
 # Number of elements per slice of an elementwise pass, and of tokens per slice of a feed-forward.
 _ELEMENTS = 1 << 18
 _TOKENS = 512
-# Lower bound of the largest value of a row, so that a row of zeros is not divided by zero.
+# Lower bound of the largest value of a row, so a row of zeros is not divided by zero.
 _SMALLEST = 1e-30
-# Added to a code before the conversion to uint8. The conversion truncates, so that the sum of the
+# Added to a code before the conversion to uint8. The conversion truncates, so the sum of the
 # code and this offset becomes the nearest code.
 _OFFSET = torch.tensor(ZERO + 0.5)
 
@@ -125,7 +125,7 @@ def normalize_and_quantize(
     scales = []
     for x, row_codes in _slices(rows, codes[:count]):
         x = at_least_float32(x)
-        # A factor of all values of a token does not change its codes, so that the norm is part of
+        # A factor of all values of a token does not change its codes, so the norm is part of
         # the scale only.
         norms = torch.linalg.vector_norm(x, 2, -1, True)
         largest = _write_codes(x * weight, row_codes)
@@ -147,7 +147,7 @@ def gate_and_quantize(
     scales = []
     for x, row_codes, row_factor in _slices(inner, codes[:count], factor):
         gate, value = at_least_float32(x).chunk(2, -1)
-        # silu is not linear, so that the gate needs its factor before. That of the values is part
+        # silu is not linear, so the gate needs its factor before. That of the values is part
         # of the scale.
         values = torch.mul(F.silu(gate * row_factor, inplace=True), value)
         scales.append(_write_codes(values, row_codes).mul_(row_factor))
@@ -358,13 +358,16 @@ def is_int8(model: nn.Module) -> bool:
 def _check(encoder: Any) -> None:
     """Raise UserError unless the linear layers of this encoder can be quantized."""
     if is_int8(encoder):
-        raise UserError("the model must be in float32 or bfloat16, got a model that is in int8.")
+        raise UserError(
+            "the model must be in float32 or bfloat16, but is already quantized to int8. Quantize "
+            "the original model."
+        )
 
     block = block_type(encoder.config)
     if block != STANDARD_BLOCK:
         raise UserError(
-            f"the blocks must have norm, activation and positions rms, swiglu and rope, got {block}"
-            "."
+            "int8 quantization requires blocks with RMSNorm, SwiGLU and RoPE, got "
+            f"{', '.join(block)}. Use float32 or bfloat16."
         )
 
     for name, module in encoder.named_modules():
@@ -392,7 +395,7 @@ def _quantize_block(block: Any, limit_pairs: bool) -> None:
     block.qkv = Int8Linear(qkv.weight, limit_pairs, factor)
     block.wo = Int8Linear(wo.weight, limit_pairs)
 
-    # Each norm returns codes, so that qkv and up do not quantize their inputs again.
+    # Each norm returns codes, so qkv and up do not quantize their inputs again.
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
     block.ffn = Int8FeedForward(

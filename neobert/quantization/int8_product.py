@@ -26,7 +26,7 @@ ZERO = 128
 LARGEST = 127
 # Minimum speedup over float32.
 MIN_SPEEDUP = 1.1
-# Lower bound of a magnitude, so that a channel of zeros is not divided by zero.
+# Lower bound of a magnitude, so a channel of zeros is not divided by zero.
 _SMALLEST = 1e-30
 
 # The processor time of a thread is too coarse on Windows.
@@ -166,7 +166,7 @@ def must_limit_pairs(even_if_slow: bool = False) -> bool:
 
 def _speedup() -> float:
     """Return the speedup of the int8 product over float32, for 128 rows of 768."""
-    # A reference kernel would take seconds for 128 rows, so that a small product is measured first.
+    # A reference kernel would take seconds for 128 rows, so a small product is measured first.
     float_seconds, int8_seconds = _seconds(16, 64, 2)
     if int8_seconds <= 50 * float_seconds:
         float_seconds, int8_seconds = _seconds(128, 768, 9)

@@ -55,7 +55,7 @@ def linear_layers(block: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linea
 def random_token_states(encoder: Any) -> torch.Tensor:
     """Return the hidden states of a `NeoBERTModel` for random tokens, (4, 64, D).
 
-    The forward pass runs on one thread, so that every process gets the same values.
+    The forward pass runs on one thread, so every process gets the same values.
     """
     generator = torch.Generator().manual_seed(0)
     length = min(_LENGTH, encoder.config.max_position_embeddings)
@@ -177,7 +177,7 @@ def divide_inputs(block: Any, divisors: Sequence[torch.Tensor]) -> None:
         for parameter in norm.parameters():
             parameter.div_(columns)
 
-    # The attention averages values, so that a divisor of a value is one of the input of `wo`.
+    # The attention averages values, so a divisor of a value is one of the input of `wo`.
     # The rows of qkv are interleaved per head: (H, 3, K).
     values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
     values.div_(wo_divisors.view(block.num_heads, -1, 1))

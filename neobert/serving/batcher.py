@@ -38,7 +38,7 @@ class Batcher(Generic[SequenceT, ResultT]):
     """Queue in front of a model, which processes the texts of all requests, oldest first.
 
     A request whose task is cancelled leaves the queue at once. If a batch fails, its texts are
-    processed one by one, so that a request fails only because of its own texts.
+    processed one by one, so a request fails only because of its own texts.
 
     Args:
         name: Label of the metrics.
@@ -144,7 +144,7 @@ class Batcher(Generic[SequenceT, ResultT]):
     ) -> list[ResultT | Exception]:
         """Return the result of each text of a batch, or the exception that it raised."""
         sequences = [job.sequences[index] for job, index in batch]
-        # The model runs in its own thread, so that the event loop can accept requests meanwhile.
+        # The model runs in its own thread, so the event loop can accept requests meanwhile.
         loop = asyncio.get_running_loop()
         try:
             return list(await loop.run_in_executor(self.executor, self.function, sequences))
@@ -152,7 +152,7 @@ class Batcher(Generic[SequenceT, ResultT]):
             if len(batch) == 1:
                 return [error]
 
-        # One text may have failed the batch, so that each text is processed alone.
+        # One text may have failed the batch, so each text is processed alone.
         outcomes: list[Any] = []
         for item in batch:
             outcomes += await self._process([item])

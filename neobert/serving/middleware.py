@@ -22,7 +22,7 @@ CLIENT_CLOSED = 499
 class RequestGate:
     """ASGI middleware around the routes.
 
-    The body is read completely before the route runs, so that the route can be cancelled as soon as
+    The body is read completely before the route runs, so the route can be cancelled as soon as
     the client disconnects.
 
     Args:
@@ -84,7 +84,7 @@ class RequestGate:
             await refuse(408, message, {"Connection": "close"})
             return
         except _TooLarge:
-            # The rest of the body is not read, so that the connection cannot be used again.
+            # The rest of the body is not read, so the connection cannot be used again.
             message = f"the body must have at most {MAX_REQUEST_BYTES} bytes. Send fewer texts."
             await refuse(413, message, {"Connection": "close"})
             return
@@ -126,7 +126,7 @@ class RequestGate:
         if self._authorization is None or scope["path"] in OPEN_ROUTES:
             return True
         sent = dict(scope["headers"]).get(b"authorization", b"")
-        # The comparison takes the same time for all keys, so that a key cannot be guessed bytewise.
+        # The comparison takes the same time for all keys, so a key cannot be guessed bytewise.
         return hmac.compare_digest(sent, self._authorization)
 
 
@@ -166,7 +166,7 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
     if announced.isdigit() and int(announced) > MAX_REQUEST_BYTES:
         raise _TooLarge
 
-    # A client may announce no length or a wrong one, so that the received bytes are counted, too.
+    # A client may announce no length or a wrong one, so the received bytes are counted, too.
     body = bytearray()
     while True:
         message = await receive()

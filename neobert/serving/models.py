@@ -155,8 +155,8 @@ class Encoder:
             raise HTTPException(
                 400,
                 f"the token IDs of text {index} must start and end with the special tokens of this "
-                "model. Send text, or start the server with --tiktoken-encoding cl100k_base, which "
-                "LangChain sends.",
+                "model. Send text instead, or start the server with the --tiktoken-encoding of the "
+                "client (LangChain: cl100k_base).",
             )
 
         try:

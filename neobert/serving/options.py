@@ -16,7 +16,7 @@ API_KEY_VARIABLE = "NEOBERT_API_KEY"
 MAX_TEXTS = 2048
 MAX_CHARACTERS = 100_000
 # Maximum number of characters of all pairs of a rerank request. Every pair contains the query, so
-# that a small body can have pairs whose tokens take gigabytes of memory.
+# a small body can have pairs whose tokens take gigabytes of memory.
 MAX_PAIR_CHARACTERS = 10_000_000
 MAX_REQUEST_BYTES = 32 * 2**20
 
@@ -66,12 +66,15 @@ class RequestOptions(OptionGroup):
     )
     tiktoken_encoding: str | None = option(
         None,
-        "Encoding of token IDs without the special tokens of the model, which are decoded to text. "
-        "LangChain sends cl100k_base by default.",
+        "tiktoken encoding that decodes token IDs in requests to text, such as cl100k_base for "
+        "LangChain. Token IDs that start and end with the special tokens of the model are not "
+        "decoded.",
         metavar="NAME",
     )
     timeout: Annotated[float, Meta(gt=0)] = option(
-        60.0, "Deadline of a request in seconds, after which it is refused with 503."
+        60.0,
+        "Maximum duration of a request in seconds. Longer requests are cancelled with HTTP 503, "
+        "and incomplete uploads with HTTP 408.",
     )
     batch_tokens: Annotated[int, Meta(ge=1)] | None = option(None, BATCH_TOKENS_HELP)
     queue_tokens: Annotated[int, Meta(ge=1)] = option(

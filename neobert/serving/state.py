@@ -36,7 +36,7 @@ class State:
         self.device = choose_device(models.device)
         self.encoder = Encoder(options)
         self.dtype = self.encoder.packed_encoder.dtype_name
-        # "auto" has been resolved, so that all models have the dtype of the encoder.
+        # "auto" has been resolved, so all models have the dtype of the encoder.
         dtype = self.encoder.packed_encoder.dtype
 
         self._reranker: Classifier | None = None
@@ -46,7 +46,7 @@ class State:
         if models.classifier is not None:
             self._classifier = Classifier.load_classifier(models.classifier, dtype, options)
 
-        # One thread runs all models, so that they do not compete for the cores. Another one runs
+        # One thread runs all models, so they do not compete for the cores. Another one runs
         # the tokenizers, whose truncation is a setting that a call changes: calls must not overlap.
         self._model_thread = ThreadPoolExecutor(1, "models")
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizers")

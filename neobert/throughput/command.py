@@ -2,7 +2,7 @@
 
 The models have random weights. A workload defines the sequence lengths of a batch (paper, Table 9
 and Figure 3), and padding is not counted as tokens. The models take turns in every repeat, together
-with a plain matrix product, so that other load on the machine affects all of them. Results are
+with a plain matrix product, so other load on the machine affects all of them. Results are
 written after every workload: an interrupt keeps those that have finished.
 """
 
@@ -111,7 +111,7 @@ def measure(
     if plan.layers:
         changes["num_hidden_layers"] = plan.layers
 
-    # The matrix product has the precision of the models, so that fractions of its speed are
+    # The matrix product has the precision of the models, so fractions of its speed are
     # comparable.
     clock = CLOCKS[plan.clock]
     product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
@@ -146,7 +146,7 @@ def measure(
                 for pair, entry in ready.items()
             }
 
-            # Candidates alternate, so that changes of the machine's speed affect all of them.
+            # Candidates alternate, so changes of the machine's speed affect all of them.
             with torch.inference_mode():
                 timings = in_turns(calls, plan.repeats, product, clock, progress.update)
 
@@ -172,7 +172,7 @@ def _first_passes(candidate: Candidate, lengths: Callable[[int], list[int]], pla
     """
     batch_size = plan.batch or plan.max_batch
     if not plan.batch:
-        # The lengths depend on the batch size, so that each size is tried.
+        # The lengths depend on the batch size, so each size is tried.
         while batch_size > 1 and batch_size * max(lengths(batch_size)) > plan.max_tokens:
             batch_size -= 1
 

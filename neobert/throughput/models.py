@@ -162,7 +162,7 @@ class Batch:
     """Batch of random sequences.
 
     Attributes:
-        lengths: Sequence lengths in tokens, as Python numbers, so that reading them does not wait
+        lengths: Sequence lengths in tokens, as Python numbers, so reading them does not wait
             for the device.
         input_ids: Token ids (B, L), padded on the right.
         attention_mask: Mask (B, L), 0 for padding.
@@ -325,7 +325,7 @@ def build(
         device: Device of the model.
         dtype: Dtype of the weights.
         small: Configuration fields that replace the published ones.
-        shared: Model of the same class and size whose weights are used, so that a variant takes no
+        shared: Model of the same class and size whose weights are used, so a variant takes no
             additional memory.
 
     Raises:

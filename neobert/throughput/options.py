@@ -1,6 +1,6 @@
 """Options of `neobert throughput`: models, implementations and presets.
 
-Imports neither torch nor transformers, so that `--help` stays fast.
+Imports neither torch nor transformers, so `--help` stays fast.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Timing of calls that take turns, together with a plain matrix product.
 
 The speed of a shared machine changes over time. Calls that take turns in every repeat are slowed
-down together, so that ratios between neighboring measurements remain valid. The matrix product
+down together, so ratios between neighboring measurements remain valid. The matrix product
 measures the speed of the machine at that time.
 """
 
@@ -57,7 +57,7 @@ def between(pair: Sequence[float], form: str = ",.0f") -> str:
 def ratio(times: Sequence[float], reference_times: Sequence[float]) -> Ratio:
     """Return the ratio of the duration of a call to that of a reference.
 
-    The ratio is computed for each repeat, so that changes of the machine's speed cancel.
+    The ratio is computed for each repeat, so changes of the machine's speed cancel.
 
     Args:
         times: Seconds of every repeat.
@@ -189,7 +189,7 @@ def in_turns(
         The times, {name: `Timing`}.
     """
     timings = {name: Timing() for name in calls}
-    # Each repeat calls every function, so that the machine has about the same speed for all of
+    # Each repeat calls every function, so the machine has about the same speed for all of
     # them.
     for _ in range(repeats):
         for name, call in calls.items():

@@ -88,7 +88,7 @@ def on_main(function: Callable[[], ValueT]) -> ValueT:
 
     Raises:
         Exception: The exception of the function, in the main process. The other processes raise
-            SystemExit, so that one message is printed.
+            SystemExit, so one message is printed.
     """
     error: Exception | None = None
     # Result of the function, and whether the function has failed. A list, because
@@ -179,7 +179,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def _has_state(checkpoint: Path) -> bool:
-    """Return whether the last file of a checkpoint was written, so that the others were, too."""
+    """Return whether the last file of a checkpoint was written, so the others were, too."""
     try:
         json.loads((checkpoint / _STATE).read_text())
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
 
     if damaged:
         logger.warning(
-            "warning: %s: cannot read %s. %s",
+            "%s: cannot read %s. %s",
             folder,
             ", ".join(damaged),
             f"Resuming from {newest[1].name}." if newest else "There is no other checkpoint.",
@@ -451,7 +451,7 @@ def train(trainer: RunTrainer, keep_every: int = 0) -> None:
     """
     args = trainer.args
     output_dir = checkpoint_folder(args)
-    # One process selects the checkpoint, so that all of them resume from the same step.
+    # One process selects the checkpoint, so all of them resume from the same step.
     step = on_main(lambda: _step_to_resume(output_dir))
     checkpoint = None if step is None else output_dir / f"checkpoint-{step}"
     if checkpoint is not None and not checkpoint.is_dir():

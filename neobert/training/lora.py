@@ -40,8 +40,8 @@ class LoraOptions(OptionGroup):
     )
     lora_targets: str = option(
         "auto",
-        "Names of the layers to adapt, separated by commas; all-linear; or auto, for NeoBERT "
-        "qkv,wo,w12,w3.",
+        "Comma-separated names of the layers to adapt, or all-linear. auto: qkv,wo,w12,w3 for "
+        "NeoBERT, all-linear for other encoders.",
     )
 
     def settings(self) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ def _train_and_save(
         content = save(trainer, folder)
 
     # result.json is the last file: a run with this file has finished. The other processes wait, so
-    # that none of them returns before the file exists.
+    # none of them returns before the file exists.
     if is_main():
         defaults = {**training_time(trainer), "environment": run_environment(trainer.args)}
         output.finish(**{**defaults, **content})

@@ -144,7 +144,7 @@ def test_options_of_trainer_are_passed_on(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("", "SOURCE must be given. `neobert example --help` lists all options."),
+        ("", "missing required options: SOURCE. `neobert example --help` lists all options."),
         (
             "a --max-length 2",
             "`--max-length` must be an integer, at least 3 and at most 4,096, got '2'.",

@@ -45,7 +45,8 @@ def test_error_is_one_line_with_optional_traceback(tmp_path, capsys, monkeypatch
     [
         (
             [],
-            "PROG: CHECKPOINT, OUTPUT must be given. `neobert convert --help` lists all options.\n",
+            "PROG: missing required options: CHECKPOINT, OUTPUT. `neobert convert --help` lists "
+            "all options.\n",
         ),
         (["a", "b", "--heed", "x"], "PROG: unknown option '--heed'. Did you mean --head?\n"),
         (["/nowhere", "b"], "PROG: there is no file /nowhere.\n"),

@@ -888,7 +888,7 @@ def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, mon
 
 
 BAD = {
-    "no texts": ({"texts": None}, "--texts must be given"),
+    "no texts": ({"texts": None}, "missing required options: --texts"),
     "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "in texts. Did you mean column?"),
     "one text": ({"texts": ["one.txt"]}, "`texts` must contain at least 2 different texts"),
     "few texts": (

@@ -1,13 +1,22 @@
 """Tests of the checks of Trainer's options, which run before a command loads data or models."""
 
 import os
+import re
 
 import pytest
 import torch
 import transformers
 
+from neobert.common import options as common_options
 from neobert.common.errors import UserError
+from neobert.contrastive import command as contrastive_command
+from neobert.contrastive.options import OPTIONS as CONTRASTIVE
+from neobert.finetuning import trainer as finetuning_trainer
 from neobert.finetuning.finetune_options import FINETUNE
+from neobert.finetuning.options import OPTIONS as FINETUNING
+from neobert.pretraining import schedule
+from neobert.pretraining.options import OPTIONS as PRETRAINING
+from neobert.training import options as training_options
 from neobert.training.options import number_options, training_arguments, warmup_options
 
 
@@ -25,6 +34,43 @@ def test_push_to_hub_is_refused(tmp_path):
     with pytest.raises(UserError, match="prepared texts.*hf upload USER/NAME OUTPUT"):
         training_arguments(tmp_path / "out", {"push_to_hub": True}, {})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("parser", "fixed"),
+    [
+        (FINETUNE, finetuning_trainer.FIXED),
+        (FINETUNING["glue"], finetuning_trainer.FIXED),
+        (CONTRASTIVE["contrastive"], contrastive_command.FIXED),
+        (PRETRAINING["pretrain"], {**schedule._FIXED}),
+    ],
+    ids=["finetune", "glue", "contrastive", "pretrain"],
+)
+def test_help_omits_options_that_a_command_sets(parser, fixed):
+    """`--help` has no option that the command would refuse."""
+    # `--help` describes --compile instead of Trainer's compilation, which it lists for distill.
+    names = {*training_options._FIXED, *fixed} - set(training_options.BLOCKS_ONLY)
+    words = set(re.findall(r"--[a-z0-9-]+", parser.help()))
+    assert not words & {"--" + name.replace("_", "-") for name in names}
+    assert names <= {*common_options.SET_BY_COMMANDS, *parser.trainer_replaced}
+
+
+@pytest.mark.parametrize(
+    ("parser", "option", "replacement"),
+    [
+        (FINETUNING["glue"], "--seed", "--seeds"),
+        (FINETUNING["glue"], "--warmup-steps", "--warmup-ratio"),
+        (FINETUNING["glue"], "--per-device-train-batch-size", "--batch-size"),
+        (PRETRAINING["pretrain"], "--per-device-train-batch-size", "--micro-batch-size"),
+    ],
+)
+def test_replaced_options_are_refused(parser, option, replacement):
+    """The message about an option that the command sets names the option to use instead."""
+    assert replacement in parser.help() and f"{option} " not in parser.help()
+    is_glue = parser is FINETUNING["glue"]
+    arguments = ["--model", "m", "--task", "rte"] if is_glue else ["--dataset", "a.txt"]
+    with pytest.raises(UserError, match=f"`{option}` is set by this command. Use {replacement}."):
+        parser.read([*arguments, "--output", "o", option, "1"])
 
 
 def test_training_arguments(tmp_path, monkeypatch):

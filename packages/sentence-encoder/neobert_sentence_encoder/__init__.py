@@ -65,7 +65,7 @@ def encode(
     encodings = _tokenizer().encode_batch(texts)
     embeddings = np.empty((len(texts), DIMENSION), np.float32)
 
-    # Texts of similar length are computed together, so that little padding is needed.
+    # Texts of similar length are computed together, so little padding is needed.
     order = sorted(range(len(texts)), key=lambda number: len(encodings[number].ids))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
