@@ -94,7 +94,9 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
     selection = run.options.selection
     # The options are ratios of an epoch or of the run, and Trainer takes numbers of steps.
     batches = math.ceil(rows / hyperparameters.batch_size)
-    steps = math.ceil(batches * trainer["num_train_epochs"])
+    steps = trainer.get("max_steps", -1)
+    if steps < 1:
+        steps = math.ceil(batches * trainer["num_train_epochs"])
     # The appendix of the paper evaluates every min(500, batches // 10) steps.
     part_of_epoch = batches // selection.evaluations_per_epoch
     interval = max(1, min(selection.max_eval_interval, part_of_epoch))

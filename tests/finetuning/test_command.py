@@ -321,3 +321,7 @@ def test_warmup_is_a_fraction_of_all_steps(tmp_path):
     """
     training, steps = glue_run.trainer_arguments(make_run(), tmp_path, 1000)
     assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)
+
+    # A maximum number of steps replaces the epochs.
+    training, steps = glue_run.trainer_arguments(make_run("--max-steps", "50"), tmp_path, 1000)
+    assert (steps, training.max_steps, training.get_warmup_steps(steps)) == (50, 50, 3)
