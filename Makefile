@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Several packages of constraints/newest.txt need Python 3.11.
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer, got " + sys.version.split()[0] + ". Run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 OLDEST = .venv-4.57
 HARSH = .venv-5.0
 BARE = .venv-gpu
@@ -109,11 +111,13 @@ $(BARE)/.ready: constraints/gpu.txt
 	touch $@
 
 $(VENV)/.demo: setup.cfg constraints/newest.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --editable . sentence-transformers
 	touch $@
 
 $(VENV)/.test: setup.cfg constraints/newest.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --editable '.[test]'
 	touch $@ $(VENV)/.demo

@@ -2,8 +2,9 @@
 # # Quick start
 #
 # This script shows the main uses of the package. It runs from top to bottom in a clone after
-# `make demo`, in about two minutes on a CPU: `python examples/quickstart.py`. Editors with
-# notebook support (VS Code, PyCharm, Spyder) run it cell by cell.
+# `make demo` and `pip install -e '.[eval]'`, in about two minutes on a CPU:
+# `python examples/quickstart.py`. Editors with notebook support (VS Code, PyCharm, Spyder) run it
+# cell by cell.
 
 # %%
 import csv

@@ -51,7 +51,7 @@ COMMANDS = {
         "Use a model",
         "Serve embeddings, reranker scores and predictions over HTTP",
         "serving.command",
-        ("serve", "fastapi", "uvicorn>=0.30", "prometheus_client", "sentence_transformers"),
+        ("serve", "fastapi", "uvicorn>=0.51", "prometheus_client", "sentence_transformers"),
     ),
     "predict": Command(
         "Use a model",

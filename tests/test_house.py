@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from packaging.requirements import Requirement
+
+from neobert.cli import COMMANDS
 
 
 # Top-level modules and subpackages, from the top down. Each may only import those after it.
@@ -143,6 +146,29 @@ def test_every_subpackage_is_installed():
     folders = {file.parts[0] for file in FILES if len(file.parts) > 1} | {"recipes", "tokenizer"}
     packages = setup["options"]["packages"].split()
     assert sorted(packages) == sorted(["neobert", *(f"neobert.{folder}" for folder in folders)])
+
+
+def requirements_of(extra):
+    """Return the requirements of an extra of setup.cfg, {name: Requirement}."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    requirements = map(Requirement, setup["options.extras_require"][extra].split())
+    return {requirement.name: requirement for requirement in requirements}
+
+
+@pytest.mark.parametrize("extra", ["serve", "test"])
+def test_minimum_of_uvicorn_is_that_of_the_command(extra):
+    """setup.cfg installs the version of uvicorn that `neobert serve` requires."""
+    requirements = {r.name: r for r in map(Requirement, COMMANDS["serve"].requirements)}
+    minimum = requirements["uvicorn"].specifier
+    assert minimum and requirements_of(extra)["uvicorn"].specifier == minimum
+
+
+def test_extras_of_commands_install_zstandard():
+    """All commands that read data files can read those with the suffix .zst."""
+    extras = {command.requirements[0] for command in COMMANDS.values() if command.requirements}
+    for extra in extras - {"serve"}:
+        assert "zstandard" in requirements_of(extra), f"The extra {extra} lacks zstandard."
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)

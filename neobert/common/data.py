@@ -89,6 +89,8 @@ def files(source: str | Path) -> list[File]:
     # Each file system of fsspec raises its own exceptions.
     try:
         matches = _find_files(source)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{source} cannot be read ({one_line(error)}).") from error
 
@@ -129,9 +131,21 @@ def _find_files(source: str) -> list[File]:
     matches = []
     for full_path, info in sorted(infos.items()):
         name = full_path[len(path) :].lstrip("/")
-        if _is_hidden(name) or not file_format(name):
+        if _is_hidden(name):
             continue
-        # The type of a symbolic link is "link", also if the link points to a file.
+        # fsspec does not follow links to directories, whose files would be missing silently. The
+        # type of a link is "link" or "other", depending on the version. A pattern without ** does
+        # not search directories.
+        is_searched = not is_glob(source) or "**" in source
+        is_link = info["type"] not in ("file", "directory")
+        if is_searched and is_link and filesystem.isdir(full_path):
+            raise UserError(
+                f"{full_path} is a link to a directory, which is not followed. Replace the link by "
+                "the directory."
+            )
+        if not file_format(name):
+            continue
+        # A link may point to a file.
         if info["type"] == "file" or filesystem.isfile(full_path):
             url = f"{base}/{name}" if base or source.startswith("/") else name
             matches.append(File(url, name, info["size"]))
@@ -357,7 +371,8 @@ def _text_rows(
         is_table = file.format in (".csv", ".tsv")
         # utf-8-sig removes the byte order mark that Excel writes. The csv module finds line ends
         # itself, because quoted texts may contain them.
-        with io.TextIOWrapper(binary, "utf-8-sig", newline="" if is_table else "\n") as lines:
+        newline = "" if file.format == ".csv" else "\n"
+        with io.TextIOWrapper(binary, "utf-8-sig", newline=newline) as lines:
             if not is_table:
                 yield from (line for line in lines if not line.isspace())
                 return
@@ -366,8 +381,10 @@ def _text_rows(
             if file.format == ".csv":
                 yield from csv.DictReader(lines, strict=True)
             else:
-                # In a tsv file a quote is a character like any other.
-                yield from csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+                # In a tsv file a quote is a character like any other. The csv module would end a
+                # row at a carriage return inside of a cell.
+                cells = (line.rstrip("\r\n").replace("\r", " ") for line in lines)
+                yield from csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def _parquet(file: File) -> pyarrow.parquet.ParquetFile:

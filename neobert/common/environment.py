@@ -177,9 +177,12 @@ def _commit() -> str | None:
     The variable NEOBERT_COMMIT contains the commit of a copy without git.
     """
     try:
-        commit = _git("rev-parse", "--short", "HEAD")
+        # An installed package may be in an environment inside of another repository.
+        is_tracked = bool(_git("ls-files", "__init__.py"))
+        commit = _git("rev-parse", "--short", "HEAD") if is_tracked else ""
         # A changed page or recipe does not change the code that was measured.
-        changed_files = _git("status", "--porcelain", "--untracked-files=no", "--", ":/*.py")
+        status = ("status", "--porcelain", "--untracked-files=no", "--", ":/*.py")
+        changed_files = _git(*status) if is_tracked else ""
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
         changed_files = ""

@@ -549,6 +549,12 @@ def convert(
         # A single value stands for a list of one item.
         if allowed_types <= {list, types.NoneType} and isinstance(value, (str, int, float)):
             value = [value]
+        # YAML reads [512, short] as a number and a text. The text of other numbers is ambiguous:
+        # 1e3 would become "1000.0".
+        if isinstance(value, list) and any(
+            _without_bounds(member) == list[str] for member in _alternatives(hint)
+        ):
+            value = [str(item) if type(item) is int else item for item in value]
 
         # The command line has texts only: `strict=False` also reads numbers in them.
         try:

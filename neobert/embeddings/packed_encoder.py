@@ -110,6 +110,10 @@ def load_sentence_transformer(
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}.") from error
 
+    if not hasattr(encoder[0], "auto_model"):
+        raise UserError(
+            f"`model` must start with a transformer, got {type(encoder[0]).__name__} in {model}."
+        )
     # More tokens than the model has positions would fail, or give wrong embeddings.
     limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
     encoder.max_seq_length = min((limit for limit in limits if limit), default=None)

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from ..common.commands import setup_logging
+from ..common.commands import guarded, setup_logging
 from ..common.errors import UserError
 from ..common.loading import check_model
 from .options import API_KEY_VARIABLE, OPTIONS, ServeOptions
@@ -53,12 +53,12 @@ class WorkerApplication:
         setup_logging()
         # uvicorn defers SIGTERM until the application has been created, which can take a minute.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        apps: list[FastAPI] = []
         try:
-            return self._create_app()
-        except UserError as error:
             # The supervisor would restart a worker that ends with an exception.
-            print(f"neobert serve: {error}", file=sys.stderr)
-            sys.exit(STARTUP_FAILURE)
+            if guarded("neobert serve", lambda: apps.append(self._create_app())):
+                sys.exit(STARTUP_FAILURE)
+            return apps[0]
         finally:
             signal.signal(signal.SIGTERM, handler)
 

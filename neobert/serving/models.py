@@ -270,7 +270,9 @@ class Classifier:
             public_name(folder),
             encoder.model.eval(),
             encoder.tokenizer,
-            encoder.max_seq_length,
+            # sentence-transformers before 5.4 has no `max_seq_length` here.
+            getattr(encoder, "max_seq_length", None)
+            or text_limit(encoder.model, encoder.tokenizer),
             encoder.activation_fn,
         )
 

@@ -5,23 +5,22 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BeforeValidator, Field
 
 from .inputs import Body, Items, Text
 from .state import State, check_model_name
 
 
-class Document(BaseModel):
-    """Document as an object, as older clients of Cohere and Jina send it."""
-
-    text: Text
+def _text_of(document: Any) -> Any:
+    """Return the text of a document that is an object, as older clients of Cohere and Jina send."""
+    return document.get("text") if isinstance(document, dict) else document
 
 
 class RerankBody(Body):
     """Body of the rerank routes."""
 
     query: Text
-    documents: Items[Text | Document]
+    documents: Items[Annotated[Text, BeforeValidator(_text_of)]]
     model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = False
@@ -35,16 +34,14 @@ def make_router(state: State) -> APIRouter:
     @router.post("/v2/rerank")
     async def rerank(body: RerankBody) -> dict[str, Any]:
         check_model_name(body.model, state.reranker.name, state.options.models.reranker)
-        documents = [item if isinstance(item, str) else item.text for item in body.documents]
-
-        logits, tokens = await state.rank(body.query, documents, body)
+        logits, tokens = await state.rank(body.query, body.documents, body)
         scores = state.reranker.scores(logits)
         results = []
         # Without `top_n`, the slice contains all documents.
         for index in best_first(scores)[: body.top_n]:
             result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
             if body.return_documents:
-                result["document"] = {"text": documents[index]}
+                result["document"] = {"text": body.documents[index]}
             results.append(result)
         return {
             "id": str(uuid.uuid4()),

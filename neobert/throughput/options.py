@@ -239,6 +239,8 @@ class Plan:
         values = flatten(options)
         values["device"] = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = values["device"].startswith("cuda")
+        if values["device"].partition(":")[0] not in ("cpu", "cuda"):
+            raise UserError(f"`--device` must be cpu or cuda, got {values['device']!r}.")
         values["preset"] = values["preset"] or ("gpu" if on_gpu else "cpu")
         # Explicit options have priority over the preset.
         for name, value in PRESETS[values["preset"]].items():

@@ -132,6 +132,30 @@ def test_folders_globs_and_urls(tmp_path, scheme, monkeypatch):
         fsspec.filesystem("memory").rm(root, recursive=True)
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_link_to_a_folder_inside_of_a_folder_is_refused(tmp_path, scheme):
+    """A link to a folder inside of the source is an error, because its files would be missing."""
+    corpus = tmp_path / "corpus"
+    (corpus / "deep").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    write(corpus / "a.jsonl", ROWS[:1])
+    write(tmp_path / "other" / "b.jsonl", ROWS[1:2])
+    # Links to a file and to nothing, and hidden links, are no error.
+    (corpus / "c.jsonl").symlink_to("../other/b.jsonl")
+    (corpus / "broken.jsonl").symlink_to("missing")
+    (corpus / "_hidden").symlink_to("../other")
+    assert list(rows(f"{scheme}{corpus}")) == ROWS[:2]
+
+    # A source that is a link itself is read.
+    (tmp_path / "link").symlink_to("corpus")
+    assert list(rows(f"{scheme}{tmp_path}/link")) == ROWS[:2]
+
+    link = corpus / "deep" / "linked"
+    link.symlink_to("../../other")
+    with pytest.raises(UserError, match=f"^{link} is a link to a directory, which is not followed"):
+        files(f"{scheme}{corpus}")
+
+
 def test_changed_file_is_read_again(tmp_path):
     """Check that changes are seen even if the name and the size of a file stay the same."""
     path = tmp_path / "a.jsonl"
@@ -198,6 +222,20 @@ def test_quotes_in_tsv_and_long_cells_in_csv(tmp_path):
     long_text = "word " * 100_000
     (tmp_path / "a.csv").write_text(f'text\n"{long_text}"\n')
     assert next(rows(tmp_path / "a.csv"))["text"] == long_text
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_carriage_returns_in_tsv_cells(tmp_path, end):
+    """A carriage return in a cell of a tsv file is read as a space, and CRLF ends a row."""
+    lines = ["text\tlabel", "one\rtwo\t1", "\rthree\t2", "four\t3", ""]
+    (tmp_path / "a.tsv").write_bytes(end.join(lines).encode())
+    expected = [
+        {"text": "one two", "label": "1"},
+        {"text": " three", "label": "2"},
+        {"text": "four", "label": "3"},
+    ]
+    assert list(rows(tmp_path / "a.tsv")) == expected
+    assert count_rows(files(tmp_path / "a.tsv")[0]) == 3
 
 
 def test_backslashes_of_windows_paths_separate_folders(tmp_path, monkeypatch):

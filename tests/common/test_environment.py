@@ -1,5 +1,8 @@
 """Tests of the environment of a measurement: hardware, commit, versions and command line."""
 
+import shutil
+import subprocess
+
 import pytest
 
 from neobert.common import environment as module
@@ -97,6 +100,44 @@ def test_commit_is_read_from_a_variable_without_git(monkeypatch):
     record = environment(note="x")
     assert record["commit"] == "abc1234"
     assert record["note"] == "x"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_commit_of_another_repository_is_ignored(tmp_path, monkeypatch):
+    """A package that is installed inside of another repository does not have its commit."""
+    package = tmp_path / ".venv" / "site-packages" / "neobert"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "main.py").touch()
+    # A hook of git sets these variables, and commits could need a signature.
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setattr(module, "PACKAGE", package)
+
+    def git(*arguments):
+        user = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *user, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--quiet")
+    git("add", "main.py")
+    git("commit", "--quiet", "--message", "Add main.py")
+
+    monkeypatch.delenv("NEOBERT_COMMIT", raising=False)
+    assert environment()["commit"] is None
+    # A changed file of the other repository does not count either.
+    (tmp_path / "main.py").write_text("print()\n")
+    monkeypatch.setenv("NEOBERT_COMMIT", "abc1234")
+    assert environment()["commit"] == "abc1234"
+
+    # A package that is part of the repository has its commit, and the variable has no effect.
+    git("add", "--force", "--all")
+    git("commit", "--quiet", "--message", "Add the package")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert environment()["commit"] == commit
+    (package / "__init__.py").write_text("import sys\n")
+    assert environment()["commit"] == f"{commit}-dirty"
 
 
 def test_versions_omit_missing_packages():

@@ -11,7 +11,7 @@ import pytest
 
 from neobert.common import files
 from neobert.common.errors import UserError
-from neobert.common.files import read_brackets, read_yaml
+from neobert.common.files import parse_yaml, read_brackets, read_yaml
 from neobert.common.model_card import read_card
 from neobert.conversion.config_files import find_config
 
@@ -45,6 +45,24 @@ def test_numbers_booleans_references_and_anchors(tmp_path):
     }
 
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [
+        ("7e90230a92c1", "7e90230a92c1"),
+        ("1e-4/run", "1e-4/run"),
+        ("3e-4_b32", "3e-4_b32"),
+        ("1e-4", 0.0001),
+        ("1.0e+5", 100_000.0),
+        (".5e3", 500.0),
+        ("1e5", 100_000.0),
+    ],
+)
+def test_only_a_complete_scalar_is_a_float(tmp_path, scalar, value):
+    """A scalar that only begins like a float, such as a commit hash, is text."""
+    for data in (parse_yaml(f"a: {scalar}\n"), read(tmp_path, f"a: {scalar}\n")):
+        assert data == {"a": value} and type(data["a"]) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +178,13 @@ def test_card_metadata(tmp_path):
     )
     expected = {"license": "other", "license_name": "mine", "base_model": "a/b"}
     assert read_card(tmp_path) == expected
+
+
+def test_card_with_a_revision_that_begins_like_a_float(tmp_path):
+    """The license is read from a card that also contains a commit hash with digits and an e."""
+    revision = "7e90230a92c190f1bf69ae9002b8cea547a64cca"
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nrevision: {revision}\n---\n# Title\n")
+    assert read_card(tmp_path) == {"license": "mit"}
 
 
 def test_missing_file_and_pipe_are_rejected(tmp_path):

@@ -132,6 +132,41 @@ def test_lists_on_the_command_line(words, columns):
     assert PARSER.read(["a.txt", *words]).data.columns == columns
 
 
+@pytest.mark.parametrize(
+    "hint",
+    [list[str], list[str] | None, Annotated[list[str], Meta(min_length=1)]],
+    ids=["list", "optional", "bounded"],
+)
+def test_numbers_in_a_list_of_texts_are_texts(hint):
+    """A recipe may contain numbers in a list of texts, such as the names of columns."""
+    for value, expected in (
+        ([512, "short"], ["512", "short"]),
+        (512, ["512"]),
+    ):
+        assert options.convert({"names": value}, {"names": hint}) == {"names": expected}
+    for item in (True, None, ["a"], {"a": 1}):
+        with pytest.raises(UserError, match="`names` must be a list whose items are text, got"):
+            options.convert({"names": ["short", item]}, {"names": hint})
+
+
+def test_numbers_in_other_lists_are_unchanged():
+    """Numbers in a list of integers, or of any values, remain numbers."""
+    hints = {"sizes": list[int], "values": list[float], "items": list[Any]}
+    values = {"sizes": [512, 7], "values": [0.5, 1.5], "items": [1, "a"]}
+    assert options.convert(values, hints) == values
+    assert options.convert({"sizes": "7"}, hints) == {"sizes": [7]}
+    with pytest.raises(UserError, match="`sizes` must be a list whose items are an integer"):
+        options.convert({"sizes": [512, "short"]}, hints)
+
+
+def test_numbers_in_a_recipe_and_on_the_command_line(tmp_path):
+    """Numbers and texts may be mixed in the lists of recipes and in brackets."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("source: a.txt\ncolumns: [512, short]\n")
+    assert PARSER.read([str(recipe)]).data.columns == ["512", "short"]
+    assert PARSER.read(["a.txt", "--columns", "[512, short]"]).data.columns == ["512", "short"]
+
+
 def test_options_of_trainer_are_passed_on(tmp_path):
     """The command line overrides Trainer's options of a recipe, which overrides the defaults."""
     recipe = tmp_path / "recipe.yaml"

@@ -14,7 +14,12 @@ from helpers.encode_runs import (
     texts_of_many_lengths,
 )
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Normalize,
+    Pooling,
+    StaticEmbedding,
+    Transformer,
+)
 from transformers import (
     AutoTokenizer,
     BatchEncoding,
@@ -26,6 +31,7 @@ from transformers import (
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
+from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
 from neobert.embeddings.cpu_forward import CpuForward, FloatBlock
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
@@ -85,6 +91,18 @@ def test_other_architectures_run_in_sentence_transformers(tmp_path, tokenizer_di
     texts = texts_of_many_lengths(30)
     assert not encoder.packs, "only NeoBERT supports packing with every attention implementation"
     close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
+
+
+def test_a_model_without_a_transformer_is_refused(tmp_path, tokenizer_dir):
+    """A sentence encoder whose first module is no transformer is an error with its module."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    module = StaticEmbedding(tokenizer.backend_tokenizer, embedding_dim=8)
+    SentenceTransformer(modules=[module], device="cpu").save_pretrained(str(tmp_path))
+    with pytest.raises(UserError) as error:
+        PackedEncoder(str(tmp_path), dtype="float32", device="cpu")
+    assert str(error.value) == (
+        f"`model` must start with a transformer, got StaticEmbedding in {tmp_path}."
+    )
 
 
 def test_batches_respect_token_budget_and_cover_all_texts(reference):

@@ -17,11 +17,13 @@ import numpy as np
 import psutil
 import pytest
 from helpers.serving import ENCODER, server_process, texts_of_all_lengths
+from uvicorn.config import STARTUP_FAILURE
 
 from neobert.cli import main
+from neobert.common.errors import UserError
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
-from neobert.serving.command import _bind, describe
+from neobert.serving.command import WorkerApplication, _bind, describe
 from neobert.serving.options import OPTIONS
 
 
@@ -122,6 +124,39 @@ def test_worker_startup_failure_stops_the_server(tmp_path):
     )
     assert process.returncode == 2
     assert "cannot be loaded" in process.stderr and "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            RuntimeError("out of memory\nat line 3"),
+            "unexpected RuntimeError: out of memory at line 3. Set NEOBERT_DEBUG=1 to see the "
+            "traceback.",
+        ),
+        (UserError("the model cannot be loaded."), "the model cannot be loaded."),
+    ],
+    ids=["RuntimeError", "UserError"],
+)
+def test_every_exception_of_a_worker_at_its_start_is_reported(error, sentence, monkeypatch, capsys):
+    """Any exception at the start of a worker ends in one sentence and the code of a failed start.
+
+    The supervisor restarts a worker that ends with an exception, and stops after this code.
+    """
+
+    def fail(application):
+        raise error
+
+    monkeypatch.delenv("NEOBERT_DEBUG", raising=False)
+    monkeypatch.setattr(WorkerApplication, "_create_app", fail)
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--workers", "2"])
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        WorkerApplication(options, "http://127.0.0.1:8000", announcer=None)()
+
+    assert caught.value.code == STARTUP_FAILURE
+    assert capsys.readouterr().err == f"neobert serve: {sentence}\n"
+    assert signal.getsignal(signal.SIGTERM) is handler, "The handler of SIGTERM must be restored."
 
 
 def test_address_in_use_is_reported_before_loading_models(capsys):

@@ -19,6 +19,7 @@ from helpers.serving import (
     serving,
     texts_of_all_lengths,
 )
+from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
@@ -165,6 +166,31 @@ def test_task_json_of_a_hub_model_is_read(tmp_path, monkeypatch):
     add_to_cache(monkeypatch, tmp_path / "hub", tmp_path / "topics", "user/topics")
     model = load("user/topics", "classifier")
     assert (model.name, model.temperature, model.max_length) == ("user/topics", 2.5, 16)
+
+
+@pytest.mark.parametrize(("tokenizer_limit", "expected"), [(16, 16), (512, 64)])
+def test_reranker_of_a_cross_encoder_without_max_seq_length(
+    reranker, tmp_path, monkeypatch, tokenizer_limit, expected
+):
+    """The limit of the model or the tokenizer applies if CrossEncoder has no `max_seq_length`.
+
+    The model has 64 positions.
+    """
+
+    class OlderCrossEncoder(CrossEncoder):
+        @property
+        def max_seq_length(self):
+            raise AttributeError("max_seq_length")
+
+    folder = shutil.copytree(reranker, tmp_path / "reranker")
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=tokenizer_limit)
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr("neobert.serving.models.CrossEncoder", OlderCrossEncoder)
+
+    model = load(folder, "reranker")
+    assert model.max_length == expected
+    (ids,) = model.tokenize([("a bird", "word " * 200)], truncate=True)
+    assert len(ids) == expected
 
 
 def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):

@@ -103,7 +103,8 @@ def test_rerank_scores_match_cross_encoder(client, reranker):
 
     body = {
         "query": query,
-        "documents": [{"text": document} for document in documents],
+        # Texts and objects may be mixed.
+        "documents": [*documents[:5], *({"text": document} for document in documents[5:])],
         "return_documents": True,
     }
     results = client.post("/v1/rerank", json=body).json()["results"]
@@ -343,6 +344,15 @@ def test_cohere_error_format(client, path, body, status, message):
     """Errors of the rerank routes have the format of Cohere."""
     response = post(client, path, body)
     assert response.status_code == status and message in response.json()["message"]
+
+
+@pytest.mark.parametrize("document", [{"title": "x"}, {"text": 1}, 1, None, ["a"]])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_a_document_without_text_is_refused(client, path, document):
+    """A document must be a text or an object with a text."""
+    response = post(client, path, {"query": "a", "documents": [document]})
+    assert response.status_code == 400
+    assert response.json()["message"] == "`documents[0]` must be a valid string."
 
 
 @pytest.mark.parametrize(

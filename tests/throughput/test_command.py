@@ -116,6 +116,7 @@ def test_lengths_of_a_file(tmp_path, tokenizer_dir):
         (["--sets", "long"], "got 'long'"),
         (["--sets", "texts"], "The workload texts needs --texts FILE"),
         ("--clock processor --device cpu --threads 2".split(), "Add --device cpu --threads 1"),
+        (["--device", "mps"], "`--device` must be cpu or cuda, got 'mps'."),
     ),
 )
 def test_invalid_options_are_reported(argv, words, tmp_path):
