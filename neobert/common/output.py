@@ -95,7 +95,7 @@ class Output:
             if not names - self.beside - {RUN}:
                 return "new"
             raise UserError(
-                f"{self.folder} contains a run with different settings ({changes}). Repeat its "
+                f"{self.folder} contains a run with other settings ({changes}). Repeat its "
                 "settings to resume it, or choose another output directory."
             )
 

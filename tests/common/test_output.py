@@ -65,9 +65,9 @@ def test_directory_of_an_unfinished_run_is_rejected_for_other_runs(tmp_path):
     assert other.state() == "new", "the first run has written nothing"
 
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(UserError, match="other settings .seed 1, now 2.. Use the same"):
+    with pytest.raises(UserError, match="other settings .seed 1, now 2.. Repeat its settings"):
         other.state()
-    with pytest.raises(UserError, match="holds other files .checkpoint-2, run.json"):
+    with pytest.raises(UserError, match="files that this command did not write .checkpoint-2, run.json"):
         Output(tmp_path, "bake", {"seed": 1}).state()
 
 
@@ -77,7 +77,7 @@ def test_files_allowed_before_a_run(tmp_path):
     # A process that is killed leaves temporary files, which are ignored.
     (tmp_path / ".prepared.tmp").mkdir()
     assert Output(tmp_path, "make", {}, beside=["prepared"]).state() == "new"
-    with pytest.raises(UserError, match="holds other files .prepared."):
+    with pytest.raises(UserError, match="files that this command did not write .prepared."):
         Output(tmp_path, "make", {}).state()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):

@@ -424,7 +424,7 @@ def test_hidden_states_of_another_size_are_refused(tmp_path, tokenizer_dir, caps
 def test_contradictory_options_are_refused(capsys):
     for options, message in (
         (["--init-from-teacher", "--init-from", "model"], "Remove one of them"),
-        (["--teacher-layers", "0"], "has no effect without --init-from-teacher"),
+        (["--teacher-layers", "0"], "requires --init-from-teacher"),
     ):
         arguments = ["distill", "teacher", "--texts", "t.txt", "--output", "o", *options]
         assert command(arguments) == 2

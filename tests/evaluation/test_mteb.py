@@ -350,7 +350,7 @@ def test_files_of_other_programs_are_not_replaced(model_folder, tmp_path, name):
 def test_failed_task_is_reported_and_other_scores_are_kept(model_folder, tmp_path, monkeypatch):
     """The other tasks finish and keep their scores, and a second run repeats the failed task."""
     names = ("TinySTS", "BrokenRetrieval", "TinyRetrieval")
-    with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\): no network"):
+    with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\). First error: no network"):
         run(model_folder, tmp_path, *names)
 
     report = json.loads((tmp_path / "tiny.json").read_text())
@@ -465,7 +465,7 @@ def test_invalid_input_is_reported(model_folder, tmp_path):
             read_instructions(choice, sts)
 
     for options, message in (
-        (["--tasks", "Nope"], "no task or benchmark 'Nope'"),
+        (["--tasks", "Nope"], "must name tasks or benchmarks of MTEB, got 'Nope'"),
         (["--tasks", "STS12", "--name", "a/b"], "`name` must consist of letters"),
         (["--tasks", "STS12", "--model", str(tmp_path)], "there is no model in"),
     ):

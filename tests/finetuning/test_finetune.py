@@ -309,7 +309,7 @@ def test_truncated_texts_are_counted(tmp_path, caplog):
     rows[0]["text"] = "good " * 100
     result = runs.run(tmp_path, rows, "--max-steps", "1", "--baselines", "false")
     assert sum(result["truncated"].values()) == 1
-    assert "texts of more than 64 tokens are truncated" in caplog.text
+    assert "Texts of more than 64 tokens are truncated" in caplog.text
     assert result["baselines"] == [] and result["comparison"]["baseline"] is None
 
 

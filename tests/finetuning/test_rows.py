@@ -300,4 +300,4 @@ def test_test_file_replaces_the_test_split(tmp_path, caplog):
     task, splits = read(tmp_path, rows_with(["a", "b"]), test_file=str(test))
     assert splits.sizes()["test"] == 2 and splits.sizes()["train"] in (17, 18)
     assert task.labels == ("a", "b", "c")
-    assert "there are no training rows of the labels c" in caplog.text
+    assert "There are no training rows of the labels c" in caplog.text

@@ -178,7 +178,7 @@ def test_different_weights_or_rows_need_another_name(world, tmp_path):
     run(world, output, **options)
     assert "| mine (data: data) |" in (output / "table.md").read_text()
 
-    message = "is a run of other weights or rows under the name 'mine'. Choose another --name"
+    message = "`name` 'mine' is already used in .* for other weights or rows. Choose another --name"
     with pytest.raises(UserError, match=message):
         run(world, output, **{**options, "model": world / "bert"})
 

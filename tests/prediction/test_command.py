@@ -558,7 +558,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "arguments", "message"),
     [
-        ([{"x": "a"}], {}, "must contain 1 text columns of the model, got no column 'text'"),
+        ([{"x": "a"}], {}, "has no column 'text', only x"),
         ([{"text": 3}], {}, "row 1: the text must be a string, got 3"),
         ([{"text": "a", "prediction": 1}], {}, "names of the predictions, got prediction"),
         ([{"text": "a"}], {"output": "out.xlsx"}, "`output` must end in one of .csv, .jsonl"),

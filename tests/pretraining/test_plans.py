@@ -184,4 +184,4 @@ def test_run_is_identified_by_relative_weights(corpus, tmp_path, weighted, capsy
     sources[1]["weight"] = 3
     other = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(sources), prepared=prepared)
     assert main(["pretrain", *other]) == 2
-    assert "holds a run with other settings (data" in capsys.readouterr().err
+    assert "contains a run with other settings (data" in capsys.readouterr().err

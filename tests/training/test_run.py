@@ -67,7 +67,7 @@ def test_finished_run_returns_its_result(tmp_path):
     again = run_once(Output(tmp_path, "test", {"seed": 3}), unexpected, unexpected)
     assert again == first and files(tmp_path) == before
 
-    with pytest.raises(UserError, match="holds a run with other settings"):
+    with pytest.raises(UserError, match="contains a run with other settings"):
         run_once(Output(tmp_path, "test", {"seed": 4}), unexpected, unexpected)
 
 
