@@ -67,7 +67,7 @@ def test_directory_of_an_unfinished_run_is_rejected_for_other_runs(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(UserError, match="other settings .seed 1, now 2.. Repeat its settings"):
         other.state()
-    with pytest.raises(UserError, match="files that this command did not write .checkpoint-2, run.json"):
+    with pytest.raises(UserError, match="did not write .checkpoint-2, run.json"):
         Output(tmp_path, "bake", {"seed": 1}).state()
 
 

@@ -350,7 +350,8 @@ def test_files_of_other_programs_are_not_replaced(model_folder, tmp_path, name):
 def test_failed_task_is_reported_and_other_scores_are_kept(model_folder, tmp_path, monkeypatch):
     """The other tasks finish and keep their scores, and a second run repeats the failed task."""
     names = ("TinySTS", "BrokenRetrieval", "TinyRetrieval")
-    with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\). First error: no network"):
+    message = r"1 of 3 tasks failed \(BrokenRetrieval\). First error: no network"
+    with pytest.raises(UserError, match=message):
         run(model_folder, tmp_path, *names)
 
     report = json.loads((tmp_path / "tiny.json").read_text())
