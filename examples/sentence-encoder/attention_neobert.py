@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "7a3c8202"
+VERSION = "a2f47b9f"
 
 logger = logging.get_logger(__name__)
 

@@ -283,7 +283,7 @@ def test_unused_arguments_are_reported_once(warnings):
     assert not warnings(""), "Known arguments and None must not cause a warning."
     for _ in range(2):
         model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
-    (message,) = warnings("Check the spelling")
+    (message,) = warnings("Check their spelling")
     assert "attentionmask, head_mask, past_key_values" in message
 
 

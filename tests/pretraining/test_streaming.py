@@ -212,7 +212,7 @@ def test_order_of_files_differs_between_epochs(tmp_path, tokenizer):
 
 def test_stream_without_texts_of_required_length_is_rejected(tmp_path, tokenizer):
     _write_corpus(tmp_path)
-    with pytest.raises(UserError, match="needs a text of at least 500 tokens"):
+    with pytest.raises(UserError, match="found no text of at least 500 tokens"):
         next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0})))
 
 
