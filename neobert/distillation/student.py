@@ -279,11 +279,12 @@ def take_embeddings(
 ) -> None:
     """Initialize the token embeddings of the student with a table.
 
-    The student then is the mean of the table's rows over the tokens of a text. NeoBERT scales the
-    last hidden state of every token to one length. To preserve the weight of a row, the coordinate
-    with the least information contains what the row lacks to length 1, and the last norm drops this
-    coordinate. A student with a smaller hidden size gets the principal components (of the table
-    without centering, which preserves scalar products best), and its Dense module the inverse map.
+    The student then is the mean of the table's rows over the tokens of a text. NeoBERT normalizes
+    the last hidden state of every token, which would lose the norms of the rows. The coordinate
+    with the least energy is therefore replaced by sqrt(1 - norm^2), which gives every row length 1,
+    and its weight in the last norm is set to 0. If the hidden size is smaller than D, the rows are
+    projected on their principal components (of the table without centering, which preserves scalar
+    products best), and the Dense module maps them back.
 
     Args:
         student: Student.

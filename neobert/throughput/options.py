@@ -139,7 +139,7 @@ class WorkloadOptions(OptionGroup):
     )
     models: list[Literal[MODELS]] | None = option(None, "Models to compare.")  # type: ignore[valid-type]
     implementations: list[Literal[tuple(IMPLEMENTATIONS)]] | None = option(  # type: ignore[valid-type]
-        None, "Attention implementations and batch layouts."
+        None, "Implementations to measure, as listed above."
     )
     sets: list[str] | None = option(None, "Workloads, as listed above.", metavar="NAME")
     texts: str | None = option(
@@ -285,10 +285,22 @@ tokens per second. The models take turns on every workload.
 Workloads (--sets):
   512          sequences of 512 tokens, or of any other number
   normal-256   normal distribution of lengths: mean 256, standard deviation 64, 16 to 512 tokens
-  normal-4096  the same with mean 4,096, standard deviation 1,024, 16 to 8,192 tokens
-  short        log-normal distribution of lengths
+  normal-4096  normal distribution of lengths: mean 4,096, standard deviation 1,024, 16 to 8,192
+               tokens
+  short        log-normal distribution of lengths: median 48, sigma 0.7, 4 to 512 tokens
   fill-30      batches in which 30 % of the tokens are not padding, or any other percentage
-  texts        the lengths of the texts in --texts""",
+  texts        the lengths of the texts in --texts
+
+Implementations (--implementations):
+  sdpa               attention of torch; NeoBERT packs padded batches, other models compute on
+                     padding
+  padded             NeoBERT without packing
+  published          forward pass of the published code of NeoBERT
+  compiled           sdpa with every block compiled
+  flash_attention_2, flash_attention_3, flex_attention
+                     other attention implementations
+  ...-packed         batches are packed before the call
+  ...-compiled       with every block compiled""",
         ThroughputOptions,
         "neobert throughput --preset cpu --output results/throughput_cpu",
     ),
