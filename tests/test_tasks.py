@@ -29,9 +29,9 @@ ROWS = {task: cell for task, _, cell in table("Tasks")}
 # last command prints or the file that it writes.
 SMALL = {
     "classify the rows of a CSV file": ([["--max-steps=2"]], "accuracy"),
-    "find names in text": ([["--max-steps=2"]], "f1"),
-    "predict labels or entities for a file": ([[]], "40 rows"),
-    "embed a corpus": ([[]] * 3, "embeddings-2.parquet"),
+    "find names in text": ([["--max-steps=2"]], "entity F1"),
+    "predict with a fine-tuned model (first row)": ([[]], "40 rows"),
+    "embed a corpus": ([[]], "embeddings.parquet"),
     "search in a corpus": ([[], []], "found in"),
     "train an encoder on pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
     "distill a smaller encoder, without labels": (
@@ -69,19 +69,8 @@ FROM_THE_HUB = {"run MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/Nano
 
 
 def commands(cell):
-    """Return the arguments of each command of a cell.
-
-    An option without a command is added to the first command of the cell. Such a command writes to
-    a numbered output, so that the outputs do not collide.
-    """
-    lines = []
-    for text in re.findall(r"`((?:python|neobert|--).*?)`", cell):
-        is_option = text.startswith("--")
-        words = shlex.split(f"{lines[0]} {text}" if is_option else text)
-        if is_option:
-            words = [word.replace(".parquet", f"-{len(lines)}.parquet") for word in words]
-        lines.append(shlex.join(words))
-    return [shlex.split(line) for line in lines]
+    """Return the arguments of each command of a cell."""
+    return [shlex.split(text) for text in re.findall(r"`((?:python|neobert).*?)`", cell)]
 
 
 def installed_by(extra):
