@@ -194,7 +194,8 @@ def test_commands_of_task(task, clone, environment, monkeypatch):
     monkeypatch.chdir(clone)
     options, expected = SMALL[task]
     lines = commands(ROWS[task])
-    if ROWS[task].startswith("after the first row"):
+    # The model is that of the first row.
+    if "first row" in task:
         first = next(iter(ROWS))
         options = [*SMALL[first][0], *options]
         lines = [*commands(ROWS[first]), *lines]
