@@ -54,13 +54,13 @@ PARSER = OptionParser(
 
 @torch.no_grad()
 def align_channels(encoder: SentenceTransformer, reference: SentenceTransformer) -> None:
-    """Scale the channels of an encoder in place as those of another one.
+    """Scale the channels of an encoder in place so that they have the scales of another encoder.
 
     The scales are powers of two, so the embeddings of the encoder do not change.
 
     Args:
         encoder: NeoBERT encoder.
-        reference: Encoder with similar weights, but for the scales of its channels.
+        reference: Encoder whose weights are similar except for the scales of the channels.
     """
     blocks = encoder[0].auto_model.transformer_encoder
     for block, target in zip(blocks, reference[0].auto_model.transformer_encoder):

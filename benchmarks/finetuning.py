@@ -211,11 +211,8 @@ def main(options: FinetuningOptions) -> tuple[dict[str, Any], str, dict[str, Any
         argv = [str(path), "--model", options.model, "--output", str(work / name)]
         results[name] = finetune(FINETUNE.read([*argv, *data_set.arguments]))
     data = {"results": {name: _reported(result) for name, result in results.items()}}
-    return (
-        data,
-        result_page(results, model_digest(options.model)),
-        {"dtype": "float32", "packages": ["scikit-learn"]},
-    )
+    page = result_page(results, model_digest(options.model))
+    return data, page, {"dtype": "float32", "packages": ["scikit-learn"]}
 
 
 def _reported(result: dict[str, Any]) -> dict[str, Any]:

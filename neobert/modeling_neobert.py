@@ -248,9 +248,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
-        """Return the times of existing files, which `save_pretrained(push_to_hub=True)` omits.
+        """Return the modification times of files, which show what an upload has to contain.
 
-        The code files are never omitted, because `save_pretrained` has just written them.
+        `save_pretrained(push_to_hub=True)` calls this method after the code files were written.
+        They are left out of the result, so they are always uploaded.
         """
         times = super()._get_files_timestamps(working_dir)
         return {name: time for name, time in times.items() if not name.endswith("_neobert.py")}

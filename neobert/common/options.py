@@ -221,7 +221,7 @@ class OptionParser(Generic[OptionsT]):
         """
         fields = self.fields
         for name, value in values.items():
-            # Options of Trainer are no fields.
+            # Options of Trainer have no field, and must not be empty.
             may_be_empty = name in fields and fields[name].metadata.get("may_be_empty", False)
             items = value if isinstance(value, (list, tuple)) else [value]
             if "" in items and not may_be_empty:
@@ -231,10 +231,10 @@ class OptionParser(Generic[OptionsT]):
                 )
 
     def _check_replaced(self, values: Mapping[str, Any]) -> None:
-        """Check that no value is that of an option which the command has replaced by its own.
+        """Check that no option of Trainer is set for which the command has an option of its own.
 
         Raises:
-            UserError: If there is such an option.
+            UserError: If there is such an option. The message names the option of the command.
         """
         for name, replacement in self.trainer_replaced.items():
             if replacement and name in values:

@@ -109,9 +109,9 @@ def read_distributed(folder: Path) -> Weights:
 
 def _read(folder: Path, reader: _Reader) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint; damaged files raise any exception."""
-    # Without the states of the optimizer, which take twice the memory of the weights.
+    # Without the states of the optimizer, which take twice the memory of the weights. The wrapper
+    # `AppState` of torch's tutorials adds "app." to all names.
     content = reader.read_metadata()
-    # `Stateful` wrappers of torch's tutorials add "app." to all names.
     optimizer_prefixes = ("optim", "lr_scheduler", "scheduler")
     entries = {
         name: entry

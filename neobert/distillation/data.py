@@ -210,9 +210,10 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
             for start in range(done, len(texts), CHUNK_SIZE):
                 end = min(start + CHUNK_SIZE, len(texts))
-                # The prompt is that of `teacher.encode`.
-                tokens = teacher.tokenize(texts[start:end], teacher.default_prompt)
-                embeddings[start:end] = teacher.embed(tokens, bar.update, teacher.default_prompt)
+                # The student reproduces `teacher.encode`, which prepends the default prompt.
+                prompt = teacher.default_prompt
+                tokens = teacher.tokenize(texts[start:end], prompt)
+                embeddings[start:end] = teacher.embed(tokens, bar.update, prompt)
                 # The rows must be on disk before the progress counts them.
                 embeddings.flush()
                 write_json(progress_path, {"done": end})

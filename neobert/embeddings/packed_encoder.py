@@ -239,7 +239,7 @@ class PackedEncoder:
         with torch.inference_mode():
             embed = self._embed_packed if self.packs else self._embed_padded
             dimension = embed(self.tokenize(["A short text."])).shape[1]
-        # A model may store that only the first values of its embeddings are used.
+        # `truncate_dim` of a sentence-transformers model: only the first values are used.
         truncate_dim = getattr(model, "truncate_dim", None)
         self.embedding_dimension: int = min(dimension, truncate_dim or dimension)
 
@@ -506,8 +506,9 @@ class PackedEncoder:
             else:
                 embeddings = self._embed_padded(batch, prompt_length)
 
-            # Batches are sorted by length. The index restores the order of the texts.
+            # The model may return more values than it uses.
             embeddings = embeddings[:, : self.embedding_dimension]
+            # Batches are sorted by length. The index restores the order of the texts.
             output[torch.from_numpy(index).to(self.device)] = embeddings.float()
             if progress is not None:
                 progress(len(index))

@@ -58,7 +58,7 @@ def tokenize(
     """
     from datasets import Dataset, concatenate_datasets
 
-    # A data set stores tokens compactly.
+    # The tokens of a group are stored in a data set, which takes less memory than lists.
     is_tagged = task.name == TOKENS
     truncated = 0
     all_offsets: list[np.ndarray] = []

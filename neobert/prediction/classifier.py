@@ -296,12 +296,11 @@ class PackedClassifier:
             if is_tagged:
                 offsets += [np.asarray(row, dtype=np.int64) for row in encoded["offset_mapping"]]
 
+        # Words beyond the maximum length have the position -1.
         spans = None
         if is_tagged:
             spans = [
-                # The words beyond the maximum length have the position -1.
-                WordSpan(0, token_positions(bounds, row))
-                for bounds, row in zip(words, offsets)
+                WordSpan(0, token_positions(bounds, row)) for bounds, row in zip(words, offsets)
             ]
 
         kept = [len(row) for row in ids]
