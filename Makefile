@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# Several packages of constraints/newest.txt need Python 3.11.
+# Several pinned packages need Python 3.11.
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer, got " + sys.version.split()[0] + ". Run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 OLDEST = .venv-4.57
 HARSH = .venv-5.0
@@ -34,7 +34,7 @@ lint: $(VENV)/.test  ## Run ruff, mypy and typos
 	$(BIN)/mypy
 	$(BIN)/typos
 
-# transformers 4.57 is the oldest supported line; the loader of 5.0.0 is the strictest of the 5.x.
+# transformers 4.57 is the oldest line that is tested automatically (4.56 is supported); the loader of 5.0.0 is the strictest of the 5.x.
 test-oldest: $(OLDEST)/.ready $(HARSH)/.ready  ## Run the model tests on transformers 4.57 and 5.0
 	$(OLDEST)/bin/python -m pytest -n 2 $(MODEL_TESTS)
 	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
@@ -92,7 +92,7 @@ browser: $(VENV)/.test $(ENGINES)/node/.ready  ## Build the page of examples/bro
 	rm -rf examples/browser/site
 	$(BIN)/python examples/browser/build.py --modules $(ENGINES)/node/node_modules
 
-test-browser:  ## Test that page in headless Chromium
+test-browser:  ## Test the page of examples/browser in headless Chromium
 	if ! command -v node; then echo "skipped: $(NO_NODE)"; \
 	else $(MAKE) browser && node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
@@ -179,4 +179,4 @@ sync:  ## Copy the model files from the root to the package and the bundled enco
 	$(PYTHON) tests/tools/sync.py
 
 clean:  ## Remove the environments and build files
-	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) $(ENGINES) build dist *.egg-info

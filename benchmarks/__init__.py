@@ -1,1 +1,1 @@
-"""What measures speed and memory, and the report (docs/performance.md)."""
+"""Benchmarks of speed, memory and quality, and scripts that prepare their texts."""

@@ -18,6 +18,7 @@ import matplotlib
 
 from neobert.common.environment import environment
 from neobert.common.files import read_json
+from neobert.common.identity import model_digest
 from neobert.common.results import write_result
 from neobert.common.scripts import run_script
 from neobert.common.tables import markdown_table
@@ -111,8 +112,8 @@ def page(model: str, runs: list[dict[str, Any]], scores: dict[str, Any], name: s
     validation = runs[0]["validation"]
     seconds = statistics.median(run["seconds"] for run in runs)
     return (
-        f"Start: `{model}`. {runs[0]['steps']} steps of 64 pairs of {runs[0]['rows']['train']:,} "
-        f"(definition, word), default options, {len(runs)} seeds; mean ± standard deviation over "
+        f"Start: `{model}` (encoder `{model_digest(model)}`). {runs[0]['steps']} steps of 64 pairs of "
+        f"{runs[0]['rows']['train']:,} (definition, word), default options, {len(runs)} seeds; mean ± standard deviation over "
         f"the seeds. {validation['queries']} held-out definitions are searched among "
         f"{validation['texts']} words. Training takes {seconds:.0f} s on a "
         f"machine that is shared with other work.\n\n"

@@ -126,9 +126,9 @@ def torch_float_engine(precision: str, compiled: bool = False) -> Engine:
     dtype = DTYPES[precision]
 
     def size(files: Files) -> int:
-        # The files contain float32, and the engine converts them when it loads the model.
-        weights = sum(path.stat().st_size for path in files.model.glob("*.safetensors"))
-        return weights * dtype.itemsize // 4
+        # The files may store fewer bits, such as the float8 embeddings of the bundled encoder.
+        model = _neobert(files, dtype)
+        return dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
 
     how = f"`from_pretrained(..., dtype={dtype})`"
     return torch_engine(

@@ -27,7 +27,8 @@ from neobert import NeoBERTConfig, NeoBERTModel, PackedEncoder
 from neobert.cli import main as neobert_main
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
-from neobert.common.errors import require
+from neobert.common.errors import UserError, require
+from neobert.common.identity import model_digest
 from neobert.common.options import OptionGroup, option
 from neobert.common.tables import markdown_table
 
@@ -36,10 +37,12 @@ from .measuring import ROOT, benchmark
 
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 DTYPES = ("float32", "int8", "bfloat16")
-# What was tried on an AMD EPYC with AVX-512, VNNI and AVX512-BF16, bundled encoder, 8 tokens.
+# What was tried with the bundled encoder, on the CPU that the text names.
 REJECTED_ALTERNATIVES = """## Rejected alternatives
 
-`PackedEncoder` runs prepacked oneDNN linear layers and few operators (`neobert/embeddings/cpu_forward.py`). Before this forward pass existed (commit a45ec02), one text of 8, 20, 60 and 200 tokens took 8.7, 13.2, 16.7 and 40.2 ms in float32 with the encoder that was bundled then. At 8 tokens, the 16 matrix products alone take 2.4 ms, as long as the complete forward pass of ONNX Runtime.
+Measured on an AMD EPYC with AVX-512, VNNI and AVX512-BF16.
+
+`PackedEncoder` runs prepacked oneDNN linear layers and few operators (`neobert/embeddings/cpu_forward.py`). Before this forward pass existed (commit a45ec02), one text of 8, 20, 60 and 200 tokens took 8.7, 13.2, 16.7 and 40.2 ms in float32 with the encoder that was bundled then. At 8 tokens, the 16 matrix products alone take 2.4 ms, longer than the complete forward pass of ONNX Runtime (2.1 ms).
 
 These alternatives were measured and rejected. Results are for 8 tokens:
 
@@ -52,7 +55,7 @@ These alternatives were measured and rejected. Results are for 8 tokens:
 | `torch.jit` | cannot trace prepacked weights, and is deprecated |
 | a dense forward pass that is compiled with frozen weights (`torch._inductor.config.freezing`) | 2.55 ms instead of 2.73 ms at 8 tokens, 4.0 instead of 4.1 at 20, 9.7 instead of 9.0 at 60, 30.5 instead of 32.4 at 200; the first call takes 14 s and a C++ compiler |
 
-The last row was measured with the encoder of 2026-11-26. In int8, the matrix products of a text of 8 tokens take 1.0 ms of 2.7 ms. The rest is about 400 operators of 4 µs, and an addition of two tensors alone takes 3.2 µs on this CPU. ONNX Runtime executes a fused graph in 1.5 ms. Its time can therefore not be reached with operators of torch. In float32, there are 136 operators, and nearly all of the time is that of the products.
+The last row was measured with the encoder of 2026-11-26. In int8, the matrix products of a text of 8 tokens take 1.0 ms of 2.7 ms. The rest is about 400 operators of 4 µs, and an addition of two tensors alone takes 3.2 µs on this CPU. ONNX Runtime executes a fused graph in 0.9 ms. Its time can therefore not be reached with operators of torch. In float32, there are 136 operators, and nearly all of the time is that of the products.
 
 [peers](peers.md) compares CTranslate2 and other engines.
 """  # noqa: E501
@@ -160,18 +163,25 @@ def main(options: LatencyOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Measure the latency of one text and write the table."""
     with tempfile.TemporaryDirectory() as scratch:
         models = list(options.model) or [str(BUNDLED), str(build_wide(Path(scratch, "768x6")))]
-        data = {}
-        for model in models:
+        data: dict[str, list[dict[str, Any]]] = {}
+        digests = []
+        for number, model in enumerate(models):
             name = Path(model).name
-            graphs = Path(scratch, f"{name}-onnx")
-            neobert_main(["export", "onnx", model, str(graphs), "--precisions", "fp32", "int8"])
+            if name in data:
+                name = f"{name} ({number + 1})"
+            graphs = Path(scratch, f"{number}-onnx")
+            arguments = ["export", "onnx", model, str(graphs), "--precisions", "fp32", "int8"]
+            if neobert_main(arguments):
+                raise UserError(f"the export of {model} failed; its message is above.")
             data[name] = measure_model(options, model, graphs)
+            digests.append(f"{name}: `{model_digest(model)}`")
 
     page = (
         "The tables contain the median processor time of one call in milliseconds. The last two "
         "columns are the ratios of `PackedEncoder` to ONNX Runtime in the same precision; below 1, "
         "`PackedEncoder` is faster.\n"
     )
+    page = f"Digests of the models: {', '.join(digests)}.\n\n{page}"
     for name, rows in data.items():
         page += f"\n## {name}\n\n{table(rows)}\n"
     page += f"\n{REJECTED_ALTERNATIVES}"

@@ -14,6 +14,7 @@ installs the environments of CTranslate2 and llama.cpp.
 """
 
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from neobert.cli import main as neobert_main
 from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError, one_line
+from neobert.common.identity import model_digest
 from neobert.common.loading import load_tokenizer
 from neobert.common.options import OptionGroup, option
 from neobert.common.tables import markdown_table
@@ -57,10 +59,10 @@ WORKLOADS: dict[str, Sequence[int]] = {
     "8 x 128": [128] * 8,
     "4 x 512": [512] * 4,
 }
-# What follows from the figures on an AMD EPYC with AVX-512, VNNI and AVX512-BF16.
-CHOICE = """For one text of up to 60 tokens, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT. In int8, CTranslate2 quantizes, normalizes and activates in fused kernels of its own, and torch has an operator for each step. For 8 x 128 tokens with 6 blocks of 768, matrix products take 68 % of the time of `PackedEncoder`, attention 13 %, and these steps 19 % (profile with `torch.profiler`); for the shortest texts see [latency](latency.md#rejected-alternatives)."""  # noqa: E501
-REFERENCE = ("torch, padded", "float32")
-MODELS = {"bundled": "Bundled encoder, 4 blocks of 384", "768x6": "6 blocks of 768"}
+# What follows from the figures of one CPU, which the text names.
+CHOICE = """Measured on an AMD EPYC with AVX-512, VNNI and AVX512-BF16. For one text of up to 60 tokens with the bundled encoder, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. With 6 blocks of 768, the engines differ little at 60 tokens, and OpenVINO is fastest at 8 tokens. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT. In int8, CTranslate2 quantizes, normalizes and activates in fused kernels of its own, and torch has an operator for each step. For 8 x 128 tokens with 6 blocks of 768, matrix products take 68 % of the time of `PackedEncoder`, attention 13 %, and these steps 19 % (profile with `torch.profiler`); for the shortest texts see [latency](latency.md#rejected-alternatives)."""  # noqa: E501
+REFERENCE = ("sentence-transformers", "float32")
+MODELS = {"bundled": "Bundled encoder", "768x6": "6 blocks of 768"}
 # Formats of `neobert export` and the path of an export relative to the directory of a model.
 EXPORTS = {
     "onnx": ["onnx", "--precisions", "fp32", "int8"],
@@ -118,7 +120,7 @@ def neobert_peer(dtype: str) -> Peer:
 
 
 def torch_peer() -> Peer:
-    """Return the peer of sentence-transformers, which pads its batches."""
+    """Return the peer of sentence-transformers. It pads batches, and NeoBERT packs them again."""
 
     def open_session(files: Files, engines: Path) -> Padded:
         from neobert.embeddings.packed_encoder import load_sentence_transformer
@@ -266,7 +268,7 @@ PEERS = [
 
 
 def prepare(files: Files, name: str) -> None:
-    """Write the model and its exports to FILES if they do not exist."""
+    """Write the model and its exports to FILES, unless they exist for the same weights."""
     if not files.model.exists():
         if name == "bundled":
             # A link, so the exports are next to the model as in other directories.
@@ -275,10 +277,18 @@ def prepare(files: Files, name: str) -> None:
         else:
             build_wide(files.model)
 
+    digest = model_digest(str(files.model))
+    record = files.folder / "digest.txt"
+    is_current = record.is_file() and record.read_text() == digest
     for export, (path, *more) in EXPORTS.items():
         output = files.folder / path
+        if not is_current and output.is_dir():
+            shutil.rmtree(output)
+        elif not is_current:
+            output.unlink(missing_ok=True)
         if not output.exists():
             neobert_main(["export", export, str(files.model), str(output), *more])
+    record.write_text(digest)
 
 
 def processor_seconds(session: Any, texts: Texts) -> float:
@@ -346,7 +356,7 @@ def measure_model(options: PeersOptions, name: str) -> dict[str, Any]:
         batch_sizes = {}
         for peer, session in sessions.items():
             key = f"{peer.name} {peer.precision}"
-            batch_sizes[key] = best_batch(session, ids)
+            batch_sizes[key] = best_batch(session, ids, processor_seconds)
             if batch_sizes[key] is not None:
                 session.batch = batch_sizes[key]
             embeddings[peer][workload] = session(ids)
@@ -451,6 +461,7 @@ def speedup_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
     """Return the text of the page as markdown."""
     parts = [
+        f"Encoder `{model_digest(str(BUNDLED))}`.",
         f"Processor time with one thread, medians of {turns} turns: milliseconds of one text, and "
         "non-padding tokens per second of several texts. 24 short: "
         f"{sum(SHORT)} tokens in texts of {min(SHORT)} to {max(SHORT)} tokens. Worst cosine: the "
@@ -458,6 +469,14 @@ def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
         "CTranslate2 runs a BERT with as many products per token and random weights, and its "
         "cosine is that to this BERT in torch.",
     ]
+    parts += ["## Which engine to choose", CHOICE]
+    parts.append(
+        "The last column is the time of `PackedEncoder` over that of the fastest engine of the "
+        "same precision, 1.00 where it is the fastest."
+    )
+    for name, model in models.items():
+        parts += [f"{MODELS[name]}:", fastest_table(model["rows"])]
+
     for name, model in models.items():
         single, bulk, spread = speed_tables(model["rows"])
         parts += [f"## {MODELS[name]}", "### One text", single, "### Many texts", bulk]
@@ -467,13 +486,6 @@ def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
             errors = [f"- {engine}: {reason}" for engine, reason in model["errors"].items()]
             parts += ["### Not measured", "\n".join(errors)]
 
-    parts += ["## Which engine to choose", CHOICE]
-    parts.append(
-        "The last column is the time of `PackedEncoder` over that of the fastest engine of the "
-        "same precision, 1.00 where it is the fastest."
-    )
-    for name, model in models.items():
-        parts += [f"{MODELS[name]}:", fastest_table(model["rows"])]
     return "\n\n".join(parts)
 
 

@@ -19,7 +19,7 @@ If OUTPUT.json has results of another CPU, they are kept, and the tables have ro
 import functools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -130,8 +130,18 @@ def make_texts(lengths: Sequence[int], tokenizer: Any) -> list[list[int]]:
     return texts
 
 
-def best_batch(session: Any, texts: list[list[int]]) -> int | None:
-    """Return the batch size that was fastest in one pass, None for an engine without batches."""
+def wall_seconds(session: Any, texts: list[list[int]]) -> float:
+    """Return the time of one call."""
+    seconds, _ = timed(lambda: session(texts))
+    return seconds
+
+
+def best_batch(
+    session: Any,
+    texts: list[list[int]],
+    measure_seconds: Callable[[Any, list[list[int]]], float] = wall_seconds,
+) -> int | None:
+    """Return the batch size that is fastest in one pass, None for an engine without batches."""
     # The first call loads libraries and is not representative.
     session(texts[:1])
     if getattr(session, "batch", None) is None:
@@ -139,7 +149,9 @@ def best_batch(session: Any, texts: list[list[int]]) -> int | None:
     seconds = {}
     for size in sorted({min(size, len(texts)) for size in BATCH_SIZES}):
         session.batch = size
-        seconds[size], _ = timed(lambda: session(texts))
+        # The first pass with a shape may compile or allocate memory.
+        session(texts)
+        seconds[size] = measure_seconds(session, texts)
     return min(seconds, key=lambda size: seconds[size])
 
 
@@ -244,7 +256,8 @@ def worst_cosine(embeddings: Mapping[str, np.ndarray], exact: Mapping[str, np.nd
     for workload, vectors in embeddings.items():
         for a, b in zip(vectors, exact[workload]):
             cosines.append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
-    return min(cosines)
+    # Unlike Python's `min`, NumPy's returns NaN if a cosine is NaN.
+    return float(np.min(cosines))
 
 
 def summarize(

@@ -210,6 +210,8 @@ def measure(
 
         for work in options.works:
             calls = {key: work_of(work, model, queries, passages) for key, model in models.items()}
+            # The first calls allocate memory, and are not measured.
+            in_turns(calls, 1, clock=clock)
             # In turns, other processes on the machine slow all models down equally.
             timings = in_turns(calls, options.repeats, clock=clock)
             reference = timings[PACKED].seconds

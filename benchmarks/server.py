@@ -35,6 +35,7 @@ from msgspec import Meta
 
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError, one_line
+from neobert.common.identity import model_digest
 from neobert.common.options import OptionGroup, option
 from neobert.common.tables import markdown_table
 from neobert.embeddings.packed_encoder import PackedEncoder
@@ -161,8 +162,13 @@ def server(command: Sequence[Any], health: str, log: Path) -> Iterator[subproces
     Raises:
         UserError: If the server does not start.
     """
-    # vLLM reserves memory for generation and binds its threads to cores by default.
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # One thread per model. vLLM reserves memory for generation and binds its threads to cores by
+    # default.
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     with open(log, "wb") as file:
         process = subprocess.Popen(
             list(map(str, command)), stdout=file, stderr=file, env={**os.environ, **variables}
@@ -295,10 +301,11 @@ def page(
 ) -> str:
     """Return the result in markdown."""
     lines = [
+        f"Encoder `{model_digest(str(MODEL))}`.",
         f"One text per request, {options.texts} requests per round, {options.rounds} rounds in "
         "turns: the median over rounds and its quartiles. Latencies are measured by the clients; "
         "the CPU time is that of all processes of a server. The clients ran on the same machine, "
-        "which was shared with other work: compare the rows of one table."
+        "which was shared with other work: compare the rows of one table.",
     ]
     header = ["Server", "Texts/s", "Median latency, ms", "99 % latency, ms", "CPU time/text, ms"]
     for workload in dict.fromkeys(workload for workload, *_ in rounds):

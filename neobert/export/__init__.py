@@ -1,1 +1,1 @@
-"""Export of Hub folders to other engines, `neobert export` (docs/serving.md)."""
+"""Export of Hub folders to other engines, `neobert export` (docs/export.md)."""

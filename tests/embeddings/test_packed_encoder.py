@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("sentence_transformers")
 
 from helpers.encode_runs import (
-    cut_of,
     make_model_folder,  # noqa: F401
     make_reference,  # noqa: F401
     texts_of_many_lengths,
+    truncation_of,
 )
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
@@ -268,7 +268,9 @@ def test_lengths_before_truncation_with_fast_and_slow_tokenizers(reference, mode
     """`tokenize` appends the lengths of texts before truncation, with fast and slow tokenizers."""
 
     texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
-    expected = [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
+    expected = [
+        truncation_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts
+    ]
     encoder = PackedEncoder(reference, dtype="float32", device="cpu")
     lengths = []
     tokens = encoder.tokenize(texts, "find: ", lengths)

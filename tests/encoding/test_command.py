@@ -18,7 +18,6 @@ import pyarrow
 import pyarrow.parquet
 from helpers.encode_runs import (
     bits,
-    cut_of,
     embed,
     make_corpus,  # noqa: F401
     make_encoder,  # noqa: F401
@@ -26,6 +25,7 @@ from helpers.encode_runs import (
     make_reference,  # noqa: F401
     read_parquet,
     texts_of_many_lengths,
+    truncation_of,
 )
 from helpers.jsonl import write_jsonl
 from sentence_transformers import SentenceTransformer
@@ -68,7 +68,8 @@ def test_output_directory_is_read_as_one_table(corpus, model_folder, reference, 
 
     assert summary.missing == [] and summary.texts == summary.embeddings == 70
     assert (
-        asdict(summary.truncation) == cut_of(model_folder, texts) and summary.truncation.texts > 5
+        asdict(summary.truncation) == truncation_of(model_folder, texts)
+        and summary.truncation.texts > 5
     )
 
 
@@ -349,7 +350,7 @@ def test_single_file_output_contains_all_parts(corpus, model_folder, encoder, tm
     assert pyarrow.parquet.read_table(out).equals(pyarrow.parquet.read_table(tmp_path / "parts"))
 
     # The output ends with the truncation statistics.
-    counts = cut_of(model_folder, texts_of_many_lengths(70))
+    counts = truncation_of(model_folder, texts_of_many_lengths(70))
     last = f"{counts['texts']} texts truncated by {counts['tokens']:,} tokens, the longest has "
     last += f"{counts['longest']} tokens; all parts are complete\n"
     assert "out.parquet: 70 texts; this run 70 texts of" in (output := capsys.readouterr().out)

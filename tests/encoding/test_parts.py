@@ -23,12 +23,12 @@ import pyarrow.parquet
 from helpers.contract_runs import command
 from helpers.encode_runs import (
     bits,
-    cut_of,
     embed,
     make_encoder,  # noqa: F401
     make_model_folder,  # noqa: F401
     read_parquet,
     texts_of_many_lengths,
+    truncation_of,
 )
 from helpers.jsonl import write_jsonl
 from sentence_transformers import SentenceTransformer
@@ -172,7 +172,7 @@ def test_very_long_rows_are_divided_into_blocks(model_folder, encoder, tmp_path,
 
     tables = [pyarrow.parquet.read_table(tmp_path / name) for name in ("one", "many")]
     assert tables[0].equals(tables[1])
-    expected = cut_of(model_folder, texts)
+    expected = truncation_of(model_folder, texts)
     assert expected["texts"] > 2
     assert [asdict(summary.truncation) for summary in summaries] == [expected, expected]
 

@@ -110,11 +110,12 @@ def command(argv, where, log, kill_at=None, kill_after=None, strange=False, no_m
             args=(argv, str(where), str(log), scratch, kill_at, strange, no_model),
         )
         process.start()
-        process.join(kill_after)
-        if process.is_alive():
+        process.join(300 if kill_after is None else kill_after)
+        has_ended = not process.is_alive()
+        if not has_ended:
             process.kill()
-        process.join(300)
+            process.join()
 
-    assert process.exitcode is not None, f"The command {argv} did not end within 300 seconds."
+    assert has_ended or kill_after is not None, f"The command {argv} did not end in 300 seconds."
     writes = open(f"{log}.writes").read() if os.path.exists(f"{log}.writes") else "0"
     return process.exitcode, open(log).read(), int(writes)

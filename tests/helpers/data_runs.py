@@ -31,7 +31,7 @@ def prepare(source, out, tokenizer, column="text", **options):
     return prepared.prepare_dataset(parse_sources(source, column=column), out, tokenizer, **options)
 
 
-def tokenise_texts(texts, tokenizer):
+def tokenize_texts(texts, tokenizer):
     """Return a list of texts as `TokenizedTexts` in memory."""
     rows = prepared.token_ids(tokenizer, texts)
     return prepared.TokenizedTexts.from_dataset(Dataset.from_dict({"input_ids": rows}))

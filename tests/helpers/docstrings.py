@@ -1,7 +1,6 @@
 """Real text that this project did not write: docstrings of installed packages."""
 
 import ast
-import itertools
 import random
 import re
 import sysconfig
@@ -29,16 +28,17 @@ class Docstring:
 
 def read_docstrings(per_package: int, seed: int = 0) -> list[Docstring]:
     """Return a random sample of documented functions of each installed package, shuffled."""
-    folders = sysconfig.get_paths()
-    sources = {"stdlib": Path(folders["stdlib"]).glob("*.py")}
-    for package in PACKAGES:
-        sources[package] = sorted((Path(folders["purelib"]) / package).rglob("*.py"))
+    paths = sysconfig.get_paths()
+    folders = {"stdlib": Path(paths["stdlib"])}
+    folders |= {package: Path(paths["purelib"]) / package for package in PACKAGES}
 
     generator = random.Random(seed)
     sample: list[Docstring] = []
-    for package, files in sources.items():
+    for package, folder in folders.items():
+        files = sorted(folder.glob("*.py") if package == "stdlib" else folder.rglob("*.py"))
+        files = [file for file in files if "test" not in str(file.relative_to(folder))]
         functions = {}
-        for path in itertools.islice((f for f in files if "test" not in str(f)), 400):
+        for path in files[:400]:
             for docstring in _functions(package, path):
                 functions.setdefault(docstring.summary, docstring)
         texts = sorted(functions.values(), key=lambda docstring: docstring.summary)

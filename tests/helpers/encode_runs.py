@@ -102,7 +102,7 @@ def bits(folder, pattern="**/*"):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def cut_of(model_folder, texts, limit=64):
+def truncation_of(model_folder, texts, limit=64):
     """Return the expected statistics of truncated texts.
 
     Every text is tokenized without a limit, and the tokens above `limit` are counted.

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 import neobert
 
 
-def mean_vectors(folder, texts):
+def mean_embeddings(folder, texts):
     """Return the normalized mean of the last hidden states of each text, (N, D).
 
     Every text is computed alone, so that neither padding nor packing affects the result.

@@ -398,7 +398,7 @@ def test_unpad_inputs_argument_takes_precedence():
 MACHINERY = {
     "gradients for the inputs": lambda m: m.enable_input_require_grads(),
     "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
-    "weight norm of torch": lambda m: nn.utils.spectral_norm(
+    "spectral norm of torch": lambda m: nn.utils.spectral_norm(
         m.transformer_encoder[0].wo, n_power_iterations=1
     ),
     "compiled blocks": lambda m: m.transformer_encoder[0].compile(backend="eager"),

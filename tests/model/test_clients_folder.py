@@ -1,6 +1,6 @@
 """Test the bundled encoder in other libraries with the code blocks of the documentation.
 
-Each block of docs/compatibility.md, and the fastembed block of docs/serving.md, runs in a process
+Each block of docs/compatibility.md, and the fastembed block of docs/export.md, runs in a process
 without this package, in the environment that `make test-clients` creates.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.vectors import mean_vectors
+from helpers.vectors import mean_embeddings
 
 from neobert.encoding import command as encode
 from neobert.export import command
@@ -38,7 +38,7 @@ BLOCKS = dict(re.findall(r"^([A-Z]?[A-Za-z]+)[^\n]*:\n```python\n(.*?)```", SECT
 FASTEMBED = next(
     block
     for block in re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.S
+        r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(encoding="utf-8"), re.S
     )
     if "fastembed" in block
 )
@@ -54,7 +54,7 @@ def _installed():
 @pytest.fixture(scope="module")
 def expected():
     """Return the reference embeddings of `TEXTS`."""
-    return mean_vectors(FOLDER, TEXTS)
+    return mean_embeddings(FOLDER, TEXTS)
 
 
 def run(*arguments, cwd=ROOT, stdin=None, code=0):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers.data_runs import make_tokenizer, texts_of_batch, tokenise_texts  # noqa: F401
+from helpers.data_runs import make_tokenizer, texts_of_batch, tokenize_texts  # noqa: F401
 from helpers.pretrain_runs import (  # noqa: F401
     Killed,
     arguments_of,
@@ -48,7 +48,7 @@ def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
     Texts are tuples of token ids.
     """
     spec = BatchOptions(**{"max_length": 32, "micro_batch_size": 4} | spec)
-    sources = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
+    sources = [tokenize_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
     special = boundary_tokens(tokenizer)
     source_texts = [
         {tuple(add_boundaries(row, special).tolist()) for row in source.rows["input_ids"]}

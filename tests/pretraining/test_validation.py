@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
-from helpers.data_runs import tokenise_texts
+from helpers.data_runs import tokenize_texts
 from helpers.pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert.cli import main
@@ -98,7 +98,7 @@ def test_bits_per_character_match_a_loop_over_texts(bundled):
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
     spec = BatchOptions(micro_batch_tokens=64, max_length=32)
-    windows = TokenWindows(tokenise_texts(texts, bundled), boundary_tokens(bundled), spec)
+    windows = TokenWindows(tokenize_texts(texts, bundled), boundary_tokens(bundled), spec)
     batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
 
     bits = characters = 0

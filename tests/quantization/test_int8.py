@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.quantization import int8, int8_product, smoothing
 
 
-ENCODER = "examples/sentence-encoder"
-TEXTS = [line.split("\t")[1].strip() for line in open("examples/definitions.tsv")][:200]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ENCODER = str(EXAMPLES / "sentence-encoder")
+DEFINITIONS = (EXAMPLES / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+TEXTS = [line.split("\t")[1].strip() for line in DEFINITIONS[:200]]
 
 
 def cosines(actual, expected):

@@ -1,9 +1,10 @@
 """Mutation testing: break the code in one place at a time and check that a test fails.
 
-    python tests/tools/mutants.py attention_neobert.py            # the mutants of one file
+    python tests/tools/mutants.py neobert/attention_neobert.py    # the mutants of one file
     python tests/tools/mutants.py --output results/mutants.md     # all mutants
 
-tests/mutants/ has one JSON table per source file, such as pretraining/masking.json. A row contains
+tests/mutants/ has one JSON table per source file, such as
+neobert/pretraining/masking.json. A row contains
 the name of the mutant, the tests that should fail, and pairs of a text and its replacement. Each
 mutant is applied to a copy of the checkout in a temporary folder, where its tests run until the
 first failure. The exit status is 1 if a mutant survives, or if a test fails without a mutant.
@@ -47,6 +48,9 @@ def read_mutants(files=()):
     tables = sorted(TABLES.rglob("*.json"))
     if files:
         tables = [TABLES / Path(file).with_suffix(".json") for file in files]
+    for table in tables:
+        if not table.is_file():
+            raise SystemExit(f"There is no {table.relative_to(ROOT)}, the mutants of this file.")
     mutants = []
     for table in tables:
         file = table.relative_to(TABLES).with_suffix(".py").as_posix()

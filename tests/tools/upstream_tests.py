@@ -131,7 +131,7 @@ class NeoBERTModelTest(Common, unittest.TestCase):
 
 @require_torch
 class AblationM0ModelTest(Common, unittest.TestCase):
-    """The BERT-like rung of the ablation ladder: learned positions, LayerNorm, GELU."""
+    """The BERT-like ablation: learned positions, LayerNorm, GELU."""
 
     fields = {"position_embedding_type": "learned", "norm_type": "layer", "hidden_act": "gelu"}
 

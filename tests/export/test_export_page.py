@@ -1,7 +1,7 @@
-"""Test docs/serving.md.
+"""Test docs/export.md, and the engines of docs/serving.md.
 
-Its commands are valid, its file names are those of the exports, its code for classifiers in vLLM
-returns the logits, its examples run, and its table marks only tested engines as tested.
+Their commands are valid, their file names are those of the exports, the code for classifiers in
+vLLM returns the logits, the examples run, and the table marks only tested engines as tested.
 """
 
 import importlib
@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.export_models import build
-from helpers.vectors import mean_vectors
+from helpers.vectors import mean_embeddings
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from neobert import NeoBERTForSequenceClassification
 from neobert.export import command
@@ -27,7 +26,9 @@ from neobert.export.options import OPTIONS
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("serving", "export")
+)
 FOLDER = ROOT / "examples" / "sentence-encoder"
 ENGINES = ROOT / ".cache" / "engines"
 # (marker in the comment above, language, text) of every code block.
@@ -169,20 +170,9 @@ def outputs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def inputs():
-    """Return the variables that the examples expect: token ids and mask of a padded batch."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    batch = tokenizer(TEXTS, padding=True, return_tensors="np")
-    return {
-        "ids": batch["input_ids"].astype(np.int64),
-        "mask": batch["attention_mask"].astype(np.int64),
-    }
-
-
-@pytest.fixture(scope="module")
 def expected():
     """Return the embeddings of the texts in torch."""
-    return mean_vectors(FOLDER, TEXTS)
+    return mean_embeddings(FOLDER, TEXTS)
 
 
 def check(embeddings, expected, min_cosine):
@@ -193,21 +183,32 @@ def check(embeddings, expected, min_cosine):
 
 
 @pytest.mark.slow
-def test_onnx_runtime_example(outputs, inputs, expected, monkeypatch):
-    check_lines("test_onnx_runtime_example", outputs, inputs, expected, monkeypatch)
+def test_onnx_runtime_example(outputs, expected, monkeypatch):
+    """The example returns the embeddings of torch, for the texts of this test."""
+    monkeypatch.chdir(outputs)
+    check(run_onnx_example()["embeddings"], expected, 1 - 1e-5)
 
 
 @pytest.mark.slow
-def test_openvino_example(outputs, inputs, expected, monkeypatch):
-    check_lines("test_openvino_example", outputs, inputs, expected, monkeypatch)
-
-
-def check_lines(name, outputs, inputs, expected, monkeypatch):
-    """Run the code block of a test in the directory of the exports, and check `vectors`."""
+def test_openvino_example(outputs, expected, monkeypatch):
+    """The example returns the embeddings of torch for the inputs of the ONNX example."""
     monkeypatch.chdir(outputs)
-    namespace = dict(inputs)
-    exec(block(name), namespace)
-    check(namespace["vectors"], expected, 1 - 1e-5)
+    namespace = run_onnx_example()
+    exec(block("test_openvino_example"), namespace)
+    check(namespace["embeddings"], expected, 1 - 1e-5)
+
+
+def run_onnx_example():
+    """Run the example of ONNX Runtime with `TEXTS`, and return its variables."""
+    namespace = {}
+    exec(with_texts(block("test_onnx_runtime_example")), namespace)
+    return namespace
+
+
+def with_texts(example):
+    """Return an example with `TEXTS` instead of its texts."""
+    assert '["a text", "another one"]' in example
+    return example.replace('["a text", "another one"]', json.dumps(TEXTS))
 
 
 def in_node(outputs, code):
@@ -230,12 +231,10 @@ def in_node(outputs, code):
 @pytest.mark.slow
 def test_transformers_js_example(outputs, expected):
     """The example returns the embeddings of torch, for the texts of this test."""
-    example = block("test_transformers_js_example")
-    assert '["a text", "another one"]' in example
-    code = example.replace('["a text", "another one"]', json.dumps(TEXTS))
-    vectors = in_node(outputs, code + "console.log(JSON.stringify(vectors.tolist()));\n")
+    code = with_texts(block("test_transformers_js_example"))
+    code += "console.log(JSON.stringify(embeddings.tolist()));\n"
     # The example loads the int8 graph.
-    check(vectors, expected, 0.99)
+    check(in_node(outputs, code), expected, 0.99)
 
 
 @pytest.mark.slow
