@@ -112,10 +112,10 @@ def page(model: str, runs: list[dict[str, Any]], scores: dict[str, Any], name: s
     validation = runs[0]["validation"]
     seconds = statistics.median(run["seconds"] for run in runs)
     return (
-        f"Start: `{model}` (encoder `{model_digest(model)}`). {runs[0]['steps']} steps of 64 pairs of "
-        f"{runs[0]['rows']['train']:,} (definition, word), default options, {len(runs)} seeds; mean ± standard deviation over "
-        f"the seeds. {validation['queries']} held-out definitions are searched among "
-        f"{validation['texts']} words. Training takes {seconds:.0f} s on a "
+        f"Start: `{model}` (encoder `{model_digest(model)}`). {runs[0]['steps']} steps of 64 pairs "
+        f"of {runs[0]['rows']['train']:,} (definition, word), default options, {len(runs)} seeds; "
+        f"mean ± standard deviation over the seeds. {validation['queries']} held-out definitions "
+        f"are searched among {validation['texts']} words. Training takes {seconds:.0f} s on a "
         f"machine that is shared with other work.\n\n"
         f"{markdown_table(header, rows)}\n"
         f"![Training loss of each seed]({name}.png)"

@@ -76,7 +76,7 @@ def tag(sentence: str, types: dict[tuple[str, ...], str], max_words: int) -> dic
     tags = ["O"] * len(tokens)
     start = 0
     while start < len(tokens):
-        for length in range(max_words, 0, -1):
+        for length in range(min(max_words, len(tokens) - start), 0, -1):
             entity_type = types.get(tuple(tokens[start : start + length]))
             if entity_type:
                 tags[start] = f"B-{entity_type}"

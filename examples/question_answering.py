@@ -52,6 +52,8 @@ def load_questions(path: str) -> list[dict]:
         try:
             answer = row["answers"]["text"][0]
             start = row["answers"]["answer_start"][0]
+            if not isinstance(answer, str) or not isinstance(start, int):
+                raise TypeError
         except (KeyError, IndexError, TypeError):
             answer = ""
             start = 0

@@ -1,5 +1,5 @@
-// Semantic search over sentences.txt: the model in model/ turns each sentence, and what is typed, into a vector of length 1; hits are the sentences
-// whose vectors have the largest cosine with the query's.
+// Semantic search over sentences.txt. The model in model/ computes an embedding of length 1 for each sentence and for the query. The hits are the
+// sentences whose embeddings have the highest cosine similarity to that of the query.
 import { AutoModel, AutoTokenizer, env } from "./vendor/transformers.web.min.js";
 
 const HITS = 8;
@@ -7,19 +7,20 @@ const BATCH = 16;
 const EXAMPLES = ["my internet does not work", "animals with a good memory", "how to save money", "something about outer space"];
 const [status, progress, form, query, examples, hits] = ["status", "progress", "form", "query", "examples", "hits"].map((id) => document.getElementById(id));
 
-// Everything comes from this page's own server.
+// All files are loaded from the server of this page.
 env.allowRemoteModels = false;
 env.allowLocalModels = true;
 env.useBrowserCache = false;
-env.localModelPath = new URL("./", import.meta.url).pathname; // a path: with an address the library looks for no tokenizer
+// The library finds the tokenizer only if this is a path and not a complete URL.
+env.localModelPath = new URL("./", import.meta.url).pathname;
 env.useWasmCache = false;
 env.backends.onnx.wasm.wasmPaths = { wasm: new URL("./vendor/ort-wasm-simd-threaded.wasm", import.meta.url).href };
 env.backends.onnx.wasm.numThreads = 1;
 
-function show(message, share) {
+function show(message, fraction) {
     status.textContent = message;
-    progress.hidden = share === undefined;
-    progress.value = share ?? 1;
+    progress.hidden = fraction === undefined;
+    progress.value = fraction ?? 1;
 }
 
 async function load() {
@@ -31,19 +32,19 @@ async function load() {
         progress_callback: ({ status, progress = 0 }) => status === "progress" && show("Loading the model…", progress / 200),
     });
 
-    // Vectors of length 1; the exported graph pools by itself.
+    // The exported graph contains the pooling.
     async function encode(texts) {
         const { sentence_embedding } = await model(tokenizer(texts, { padding: true, truncation: true }));
         return sentence_embedding.normalize().tolist();
     }
 
-    const vectors = [];
+    const embeddings = [];
     for (let first = 0; first < texts.length; first += BATCH) {
         show(`Reading ${texts.length} sentences…`, 0.5 + first / texts.length / 2);
-        vectors.push(...(await encode(texts.slice(first, first + BATCH))));
+        embeddings.push(...(await encode(texts.slice(first, first + BATCH))));
         await new Promise(requestAnimationFrame);
     }
-    return { texts, vectors, encode };
+    return { texts, embeddings, encode };
 }
 
 function item({ text, cosine }) {
@@ -53,25 +54,25 @@ function item({ text, cosine }) {
     row.append(text, score);
     score.className = "score";
     score.append(bar, number);
-    bar.style.setProperty("--share", `${Math.round(100 * Math.max(cosine, 0))}%`);
+    bar.style.setProperty("--fraction", `${Math.round(100 * Math.max(cosine, 0))}%`);
     number.textContent = cosine.toFixed(2);
     return row;
 }
 
-async function search({ texts, vectors, encode }) {
+async function search({ texts, embeddings, encode }) {
     const asked = query.value.trim();
     if (!asked) {
         hits.replaceChildren();
         return;
     }
     const start = performance.now();
-    const [vector] = await encode([asked]);
+    const [embedding] = await encode([asked]);
     if (asked !== query.value.trim()) {
-        return; // more was typed meanwhile
+        return; // The query has changed in the meantime.
     }
-    const found = vectors.map((other, i) => ({ text: texts[i], cosine: other.reduce((sum, x, j) => sum + x * vector[j], 0) }));
-    found.sort((a, b) => b.cosine - a.cosine);
-    hits.replaceChildren(...found.slice(0, HITS).map(item));
+    const results = embeddings.map((other, i) => ({ text: texts[i], cosine: other.reduce((sum, x, j) => sum + x * embedding[j], 0) }));
+    results.sort((a, b) => b.cosine - a.cosine);
+    hits.replaceChildren(...results.slice(0, HITS).map(item));
     hits.dataset.query = asked;
     show(`${texts.length} sentences, searched in ${Math.round(performance.now() - start)} ms`);
 }

@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 _BUNDLED = PACKAGE if (PACKAGE / "tokenizer").is_dir() else PACKAGE.parent
 TOKENIZER = _BUNDLED / "tokenizer"
 RECIPES = _BUNDLED / "recipes"
+# Time that a process waits for the main process, which may embed or tokenize texts for hours.
+WAIT_SECONDS = 24 * 3600
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
 # Default number of tokens per batch of an encoder. On the CPU, a larger batch exceeds the caches.

@@ -45,8 +45,21 @@ def copy_code(folder: str | Path) -> None:
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
-    """Return a device, by default the first GPU, or the CPU if there is none."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """Return a device, by default the first GPU, or the CPU if there is none.
+
+    Raises:
+        UserError: If this machine has no such device.
+    """
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # torch raises several types of errors for an unknown or missing device.
+    try:
+        result = torch.device(chosen)
+        torch.empty(0, device=result)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"`device` must be a device of this machine, got {chosen} ({one_line(error)})."
+        ) from None
+    return result
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -313,6 +326,15 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> "PreTra
     return tokenizer
 
 
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the number of rows that a table over the ids of a tokenizer needs.
+
+    The ids may have gaps, for example if vocab.txt contains a line twice, so the number of tokens
+    may be lower.
+    """
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocabulary(
     tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel", name: str | Path
 ) -> None:
@@ -328,10 +350,10 @@ def check_vocabulary(
     """
     embedding: Any = model.get_input_embeddings()
     rows = embedding.weight.shape[0]
-    if len(tokenizer) > rows:
+    if vocabulary_size(tokenizer) > rows:
         raise UserError(
             f"the tokenizer must have at most {rows} tokens, the rows of the embedding of {name}, "
-            f"got {len(tokenizer)}. Use the tokenizer of this model."
+            f"got {vocabulary_size(tokenizer)}. Use the tokenizer of this model."
         )
 
 

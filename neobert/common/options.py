@@ -179,7 +179,12 @@ class OptionParser(Generic[OptionsT]):
         for path in paths:
             content = _read_recipe(path)
             # The section `trainer` only groups its options: they are those at the top level.
-            content.update(content.pop("trainer", None) or {})
+            section = content.pop("trainer", None) or {}
+            if not isinstance(section, dict):
+                raise UserError(
+                    f"`trainer` in the recipe {path} must be a mapping, got {section!r:.80}."
+                )
+            content.update(section)
             values.update(convert(content, hints, f" in the recipe {path}"))
         values.update(convert(self._split_command_line(words, hints), hints, dashes="--"))
 
@@ -539,7 +544,8 @@ def convert(
     values = {}
     for name, value in section.items():
         if name not in hints:
-            raise UserError(f"unknown key {name!r}{where}.{suggestion(name, hints, known=known)}")
+            known_names = suggestion(str(name), hints, known=known)
+            raise UserError(f"unknown key {name!r}{where}.{known_names}")
 
         hint = hints[name]
         # The words of YAML and Python for an optional value that is not set.

@@ -87,7 +87,7 @@ class Output:
         # A run has either record. Both have the same form, see `claim` and `finish`.
         record_path = self.result if self.result.name in names else self.folder / RUN
         record = read_json(record_path) if record_path.name in names else {}
-        if record.get("neobert") == self.command:
+        if isinstance(record, dict) and record.get("neobert") == self.command:
             changes = differences(record["settings"], self.settings)
             if not changes:
                 return "finished" if record_path == self.result else "unfinished"

@@ -320,6 +320,8 @@ def run_identity(
         "model": model_fingerprint(options.model.model),
         "tokenizer": options.encoder.tokenizer and model_fingerprint(options.encoder.tokenizer),
         "processes": training.world_size,
+        # Without a validation file, queries are held out from the training data.
+        "holds_out": options.data.validation_file is None and options.data.validation_percent > 0,
     }
 
 

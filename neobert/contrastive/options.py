@@ -57,8 +57,8 @@ class DataOptions(OptionGroup):
     )
     validation_file: str | None = option(
         None,
-        "File of pairs for evaluating retrieval before and after training. Its queries are never "
-        "trained on.",
+        "File of pairs for evaluating retrieval before and after training. Queries that also "
+        "occur in the training data are not evaluated.",
         metavar="PATH",
         affects_results=False,
     )
@@ -167,6 +167,8 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
 
     sources = [PairSource.from_entry(entry) for entry in data.datasets]
     for path in data.pairs:
+        if not Path(path).is_file():
+            raise UserError(f"`pairs` must contain files, but there is no file {path}.")
         # "pairs.jsonl.gz" has the name "pairs".
         name = Path(path).name.split(".")[0]
         sources.append(PairSource(name=name, path=path, instruction=instructions.instruction))

@@ -102,7 +102,13 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _read_shards(index: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of all files that an index lists."""
     # The index maps the names of the tensors to those of the files.
-    weight_map = read_json(index)["weight_map"]
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise UserError(
+            f"{index} must map the names of tensors to files under the key weight_map. Use a "
+            "complete checkpoint."
+        )
     files = weight_map.values()
     # The names are untrusted: a path such as ../other/model.bin must not be read.
     missing_files = {repr(name) for name in files if not is_file_in(index.parent, name)}

@@ -24,7 +24,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import set_seed
 
-from ..common.folders import check_disjoint, check_folder, new_file
+from ..common.folders import check_disjoint, check_folder, locked, new_file
 from ..common.identity import files_digest, model_digest, model_fingerprint
 from ..common.loading import check_model
 from ..common.options import identity, log_options
@@ -144,7 +144,7 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
         base=SentenceTransformerTrainingArguments,
     )
 
-    settings = run_identity(options, [*sources, *validation_sources], training.world_size)
+    settings = run_identity(options, sources, validation_sources, training.world_size)
     output = Output(options.model.output, run_class.name, settings, result=RESULT)
     run = run_class(options, training, sources, validation_sources)
     return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder)
@@ -167,7 +167,10 @@ def check_paths(options: DistillOptions, sources: Sequence[TextSource]) -> None:
 
 
 def run_identity(
-    options: DistillOptions, sources: Sequence[TextSource], processes: int
+    options: DistillOptions,
+    sources: Sequence[TextSource],
+    validation_sources: Sequence[TextSource],
+    processes: int,
 ) -> dict[str, Any]:
     """Return what identifies a run: options, digests of the texts and of the models."""
     # The number of processes changes the batches.
@@ -180,9 +183,15 @@ def run_identity(
     return settings | {
         "teacher": model_fingerprint(options.model.teacher),
         "init_from": init_from and model_fingerprint(init_from),
-        "text_digests": [files_digest([source.path]) for source in sources],
+        "texts": [_source_identity(source) for source in sources],
+        "validation_texts": [_source_identity(source) for source in validation_sources],
         "processes": processes,
     }
+
+
+def _source_identity(source: TextSource) -> list[Any]:
+    """Return what the texts of a source depend on. Its name and license are in the card only."""
+    return [files_digest([source.path]), source.column, source.share]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -242,7 +251,11 @@ class Distillation:
             check_hidden_states(student, encoder)
 
         # The main process computes the files first, and the others read them.
-        with training.main_process_first(local=False, desc="teacher embeddings"):
+        with (
+            training.main_process_first(local=False, desc="teacher embeddings"),
+            # Another run may share the work directory.
+            locked(self.options.work_folder / "vectors", wait=True),
+        ):
             embeddings, sets, table = embed_texts(
                 self.options, has_teacher_start, self.texts, teacher
             )
@@ -299,10 +312,12 @@ class Distillation:
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
         path = options.work_folder / "vectors" / name
 
-        with self.training.main_process_first(local=False, desc="block-wise transfer"):
+        with (
+            self.training.main_process_first(local=False, desc="block-wise transfer"),
+            locked(path.parent, wait=True),
+        ):
             if not path.is_file():
                 self._compute_blocks(student_model, layers, teacher)
-                path.parent.mkdir(parents=True, exist_ok=True)
                 with new_file(path) as file:
                     file.write(save(student_model.to("cpu").state_dict()))
         student_model.to("cpu").load_state_dict(load_file(path))

@@ -86,7 +86,6 @@ def build_student(
         _check_embeddings(student, teacher, teacher_dim)
     if options.freeze_embeddings:
         _encoder(student).get_input_embeddings().weight.requires_grad_(False)
-    student.max_seq_length = options.max_length
     return student
 
 
@@ -117,7 +116,7 @@ def _new_student(
     fields = model.model_config or default_student_config(_encoder(teacher).config)
     # The vocabulary is that of the teacher, whatever `model_config` contains.
     fields = {
-        "max_position_embeddings": 512,
+        "max_position_embeddings": max(512, options.max_length),
         **fields,
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -172,7 +171,10 @@ def starts_from_teacher(
     # Principal components can reduce the dimension of the embeddings, but not increase it.
     teacher_config = _encoder(teacher.sentence_transformer).config
     fields = model.model_config or default_student_config(teacher_config)
-    return NeoBERTConfig(**fields).hidden_size <= teacher.embedding_dimension
+    try:
+        return NeoBERTConfig(**fields).hidden_size <= teacher.embedding_dimension
+    except (TypeError, ValueError) as error:
+        raise UserError(f"`model_config` is not valid: {one_line(error)}.") from error
 
 
 def have_same_vocabulary(student: SentenceTransformer, teacher: SentenceTransformer) -> bool:

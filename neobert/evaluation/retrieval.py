@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..common.data import rows
+from ..common.data import replace_surrogates, rows
 from ..common.errors import UserError
 from ..common.loading import choose_device
 from ..common.options import log_options
@@ -83,10 +83,11 @@ def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
         texts[row["positive"]] = None
         for name, value in row.items():
             if is_negative_column(name):
-                texts |= dict.fromkeys(value if isinstance(value, list) else [value])
-
-    # Negatives may be missing or blank.
-    return Queries(relevant, [text for text in texts if isinstance(text, str) and text.strip()])
+                values = value if isinstance(value, list) else [value]
+                # Negatives may be missing or blank.
+                negatives = [text for text in values if isinstance(text, str) and text.strip()]
+                texts |= dict.fromkeys(map(replace_surrogates, negatives))
+    return Queries(relevant, list(texts))
 
 
 def is_negative_column(name: str) -> bool:

@@ -31,6 +31,8 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 
 # A linear model on more rows would take minutes, and the baselines should take seconds.
 MAX_TRAIN_ROWS = 20_000
+# The features of long documents would take gigabytes.
+MAX_TRAIN_CHARACTERS = 20_000_000
 BOOTSTRAP_SAMPLES = 200
 
 # Functions of labels and predictions. A correlation with constant predictions is not defined and
@@ -138,8 +140,9 @@ def fit_baselines(
 ) -> list[Baseline]:
     """Fit the baselines on the training rows and predict the labels of the test rows.
 
-    The constant baseline uses all rows. The linear model uses at most `max_train_rows`, a seeded
-    sample. The linear model is left out if the sample has a single label or no characters.
+    The constant baseline uses all rows. The linear model uses a seeded sample of at most
+    `max_train_rows` rows and MAX_TRAIN_CHARACTERS characters. It is left out if the sample has a
+    single label or no characters.
     """
     # The constant baseline needs no features, but scikit-learn requires an array of them.
     labels = np.asarray(train_labels)
@@ -151,8 +154,11 @@ def fit_baselines(
 
     # The linear models see a sample of large data, and report its size.
     texts = train_texts
-    if len(labels) > max_train_rows:
-        sample = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
+    order = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
+    sizes = [sum(map(len, _parts(train_texts[i]))) for i in order]
+    count = int(np.searchsorted(np.cumsum(sizes), MAX_TRAIN_CHARACTERS, side="right"))
+    sample = order[: max(2, count)]
+    if len(sample) < len(labels):
         texts = [train_texts[i] for i in sample]
         labels = labels[sample]
     # scikit-learn refuses labels of one class, and texts without a single feature.

@@ -117,7 +117,7 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
     data = options.data
     output = options.model.output
     check_model(model)
-    # The output may be removed or replaced, so it must not contain an input.
+    # The output directory must neither contain an input nor be a part of one.
     inputs = [data.train, data.validation_file, data.test_file, model]
     check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
     # The rows are read before the output directory is claimed, because the task depends on them.
@@ -173,6 +173,10 @@ def _known_labels(options: FinetuneOptions) -> dict[str, int] | None:
 def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArguments:
     """Return the TrainingArguments of a run, with the learning rate of the encoder's size."""
     trainer = dict(options.trainer)
+    if trainer.get("eval_strategy") == "no":
+        raise UserError(
+            "`eval_strategy` must be epoch or steps, got no. The evaluations select the weights."
+        )
     if "learning_rate" not in trainer:
         hidden_size = encoder_hidden_size(options.model.model, options.model.trust_remote_code)
         # Adapters have few parameters, and need a larger rate than a complete model.
@@ -270,6 +274,8 @@ class Finetuning:
         # Batches are padded here, and NeoBERT removes the padding again.
         collator: Any = DataCollatorWithPadding(self.tokenizer)
         if self.task.name == TOKENS:
+            # The positions of the words count from the first token.
+            self.tokenizer.padding_side = "right"
             collator = DataCollatorForTokenClassification(self.tokenizer)
         trainer: FinetuneTrainer = make_trainer(
             FinetuneTrainer,

@@ -237,7 +237,7 @@ def encode_rows(
         UserError: If a value cannot be a label or a text of the task.
     """
     if task.name == TOKENS:
-        return _encode_tags(task, parts)
+        return _encode_tags(task, parts, known_labels)
 
     # A value is a float, a class name, or a list of class names.
     texts = [_texts(part) for part in parts]
@@ -258,10 +258,7 @@ def encode_rows(
     names = parts[0].names or (task.label_columns if len(task.label_columns) > 1 else ())
     if not set(used) <= set(names):
         names = ()
-    labels = tuple(names) or _ordered(used)
-    # A model that was trained on these labels keeps their numbers, and with them its head.
-    if known_labels is not None and set(known_labels) == set(labels):
-        labels = tuple(sorted(known_labels, key=lambda label: known_labels[label]))
+    labels = tuple(_with_known_order(tuple(names) or _ordered(used), known_labels))
     if len(labels) < 2 and task.name == CLASSIFICATION:
         raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
 
@@ -354,7 +351,7 @@ def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
     # Lists are tags if the text is a list of words, or if they contain spans. Others are sets of
     # labels.
     if all(isinstance(value, list) for value in raw.labels):
-        is_split = all(isinstance(text, list) for (text, *_) in raw.texts)
+        is_split = all(isinstance(_parsed(text), list) for (text, *_) in raw.texts)
         items = [item for value in raw.labels for item in value]
         has_spans = bool(items) and all(isinstance(item, dict) for item in items)
         return TOKENS if is_split or has_spans else MULTI_LABEL
@@ -420,7 +417,9 @@ def _class_name(part: RawRows, number: int, item: int) -> str:
     return part.names[item]
 
 
-def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, list[Examples]]:
+def _encode_tags(
+    task: TextTask, parts: Sequence[RawRows], known_labels: Mapping[str, int] | None
+) -> tuple[TextTask, list[Examples]]:
     """Return a task of token classification with its tags, and the rows of every part."""
     # Spans and lists become one tag per word in both cases.
     encoded = []
@@ -453,7 +452,17 @@ def _encode_tags(task: TextTask, parts: Sequence[RawRows]) -> tuple[TextTask, li
         labels = bio_names(types)
     else:
         labels = sorted(names)
-    return replace(task, labels=tuple(labels), bio=bio), encoded
+    ordered = tuple(_with_known_order(labels, known_labels))
+    return replace(task, labels=ordered, bio=bio), encoded
+
+
+def _with_known_order(
+    labels: Sequence[str], known_labels: Mapping[str, int] | None
+) -> Sequence[str]:
+    """Return labels in the order of a model that was trained on them, which keeps its head."""
+    if known_labels is None or set(known_labels) != set(labels):
+        return labels
+    return sorted(known_labels, key=lambda label: known_labels[label])
 
 
 def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
@@ -470,8 +479,9 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         tags, lost = tags_from_spans(value, words)
         return text, tags, words, lost
 
-    # A csv file has tokens and tags as texts, separated by spaces.
-    tokens = text.split() if isinstance(text, str) else text
+    # A csv file has tokens and tags as JSON lists, or as texts separated by spaces.
+    tokens = _parsed(text)
+    tokens = tokens.split() if isinstance(tokens, str) else tokens
     tags = value.split() if isinstance(value, str) else value
     is_list = isinstance(tokens, list) and isinstance(tags, list)
     if not is_list or len(tokens) != len(tags):

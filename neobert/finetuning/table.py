@@ -34,7 +34,7 @@ def finished_runs(output: str | Path) -> list[tuple[Path, dict[str, Any]]]:
     runs = []
     for path in sorted(Path(output).glob("*/*/*/result.json")):
         result = read_json(path)
-        if result.get("neobert") == "glue":
+        if isinstance(result, dict) and result.get("neobert") == "glue":
             runs.append((path.parent, result))
     return runs
 

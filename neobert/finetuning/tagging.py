@@ -7,6 +7,7 @@ Characters are counted from 0, and `end` is the character after the last one.
 
 import bisect
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,11 @@ Bounds = list[tuple[int, int]]
 OUTSIDE = "O"
 # In scripts without spaces every character is a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
+# Marks, such as the vowel signs of Hindi and combining accents, are parts of words, but not of \w.
+_MARKS = "".join(
+    chr(code) for code in range(0x10000) if unicodedata.category(chr(code)).startswith("M")
+)
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}](?:[^\W{_CJK}]|[{_MARKS}])*|[^\w\s]")
 # Prefixes of the BIOES and BILOU schemes, and those of BIO.
 _PREFIXES = {"B": "B", "I": "I", "E": "I", "L": "I", "S": "B", "U": "B"}
 _SINGLE = ("S", "U")

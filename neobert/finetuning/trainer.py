@@ -1,6 +1,7 @@
 """Trainer of `neobert finetune` and `neobert glue`: training, selected weights, adapters, files."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalPrediction
 
+from ..common.constants import WAIT_SECONDS
 from ..common.loading import save_tokenizer
 from ..common.measures import PeakMemory
 from ..training.checkpoints import RunTrainer, checkpoint_folder
@@ -53,7 +55,9 @@ def process_state() -> PartialState:
     Without an accelerator, accelerate must be set to the CPU; otherwise the processes of
     torchrun would not find each other.
     """
-    return PartialState(cpu=not torch.accelerator.is_available())
+    return PartialState(
+        cpu=not torch.accelerator.is_available(), timeout=timedelta(seconds=WAIT_SECONDS)
+    )
 
 
 class FinetuneTrainer(RunTrainer, Trainer):

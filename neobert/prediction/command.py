@@ -147,11 +147,12 @@ class Prediction:
 
         check_model(model)
         self.files = data.files(source)
-        # The output must not replace an input.
-        check_disjoint(self.output, *(path for path in (source, model) if Path(path).exists()))
-
         self.work = self.output.with_name(f"{self.output.name}.work")
         self.record_path = self.output.with_name(f"{self.output.name}.json")
+        # The output must not replace an input.
+        inputs = [path for path in (source, model) if Path(path).exists()]
+        for path in (self.output, self.work, self.record_path):
+            check_disjoint(path, *inputs)
         # Nor must the next run read the output or its parts.
         parts = [self.work / f"000000{suffix}" for suffix in (self.format, ".json")]
         data.check_not_matched(source, *map(str, (self.output, self.record_path, *parts)))
@@ -172,12 +173,18 @@ class Prediction:
         """
         if self.output.is_dir():
             raise UserError(f"{self.output} must be a file, got a directory.")
+        # A file without a record of this command is never replaced, nor is another file that has
+        # the name of the record.
+        record: Any = read_json(self.record_path) if self.record_path.is_file() else None
+        is_own = isinstance(record, dict) and record.get("neobert") == COMMAND
+        if record is not None and not is_own:
+            raise UserError(
+                f"{self.record_path} already exists, and was not written by neobert predict. "
+                "Choose another output."
+            )
         if not self.output.exists():
             return False
-
-        # A file without a record of this command is never replaced.
-        record = read_json(self.record_path) if self.record_path.is_file() else {}
-        if record.get("neobert") != COMMAND:
+        if not is_own:
             raise UserError(
                 f"{self.output} already exists, and is no output of neobert predict. Remove it (rm "
                 f"{self.output}), or choose another output."
@@ -312,6 +319,15 @@ class Prediction:
             if missing:
                 raise UserError(
                     f"{file.url}, row {number + 1:,}: there is no column {missing[0]!r}."
+                )
+            # The columns of the output are those of the first row. In .jsonl, each row has its own.
+            added = [name for name in row if name not in columns]
+            if self.format == ".jsonl":
+                added = [name for name in added if name in self.table.prediction_columns]
+            if added:
+                raise UserError(
+                    f"{file.url}, row {number + 1:,}: the first row has no column {added[0]!r}, so "
+                    "the output would lack it. Add the column to the first row, or rename it."
                 )
 
             # A pair with only one text has no prediction either.

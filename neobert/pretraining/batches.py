@@ -136,9 +136,10 @@ class MicroBatches(torch.utils.data.Dataset):
 
     Attributes:
         tokens: Number of tokens of an epoch.
-        source: Part of the mixture of each micro-batch, (count,) uint8; None for a single part.
-        rank: Number of preceding micro-batches of the same part, (count,) int64; None for a single
-            part.
+        part: Part of the mixture that each micro-batch belongs to, (count,) uint8; None for a
+            single part.
+        index_in_part: Number of preceding micro-batches of the same part, (count,) int64; None for
+            a single part.
 
     Raises:
         UserError: If a part of the mixture contains no text, or all texts do not fill one batch.
@@ -165,28 +166,28 @@ class MicroBatches(torch.utils.data.Dataset):
         self.count = self.plans[0].batches_of(0) if count is None else count
 
         # Sample the part of each micro-batch in advance: micro-batch i of the run is then the batch
-        # `rank[i]` of the part `source[i]`, without iterating over earlier ones.
-        self.source: np.ndarray | None = None
-        self.rank: np.ndarray | None = None
+        # `index_in_part[i]` of the part `part[i]`, without iterating over earlier ones.
+        self.part: np.ndarray | None = None
+        self.index_in_part: np.ndarray | None = None
         if len(self.plans) > 1:
             samples = np.random.default_rng([seed, 20, 40, 40]).random(self.count)
             bounds = np.cumsum([probability for _, probability in spec.parts])[:-1]
-            self.source = np.searchsorted(bounds, samples, side="right").astype(np.uint8)
-            self.rank = np.zeros(self.count, dtype=np.int64)
+            self.part = np.searchsorted(bounds, samples, side="right").astype(np.uint8)
+            self.index_in_part = np.zeros(self.count, dtype=np.int64)
             for number in range(len(self.plans)):
-                is_part = self.source == number
-                self.rank[is_part] = np.arange(is_part.sum())
+                is_part = self.part == number
+                self.index_in_part[is_part] = np.arange(is_part.sum())
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        source = 0
-        rank = int(i)
-        if self.source is not None and self.rank is not None:
-            source = self.source[i]
-            rank = int(self.rank[i])
-        texts = self.plans[source].batch(rank)
+        part = 0
+        index = int(i)
+        if self.part is not None and self.index_in_part is not None:
+            part = self.part[i]
+            index = int(self.index_in_part[i])
+        texts = self.plans[part].batch(index)
         return masked_batch(texts, self.spec, self.masking, self.seed, int(i), i / self.count)
 
 

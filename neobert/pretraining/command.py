@@ -4,13 +4,14 @@
 Running the same command again resumes an interrupted run.
 """
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
 from ..common.files import write_text
+from ..common.folders import locked
+from ..common.identity import tokenizer_fingerprint
 from ..common.loading import load_tokenizer
 from ..common.options import log_options
 from ..common.packing import compile_blocks
@@ -28,9 +31,10 @@ from ..training.checkpoints import is_main
 from ..training.run import run_once
 from ..training.run_report import RunReport
 from .batches import MicroBatches
-from .model import START, choose_tokenizer, make_model
+from .model import START, choose_tokenizer, is_raw_checkpoint, make_model
 from .model_card import comparison_table, write_card
 from .run import (
+    NothingToMask,
     PretrainingRun,
     check_run,
     check_texts,
@@ -84,11 +88,11 @@ def execute(run: PretrainingRun) -> dict[str, float]:
 
 def prepare(run: PretrainingRun) -> None:
     """Tokenize the training and validation texts."""
-    start = locate_start(run)
-    tokenizer = _choose_tokenizer(run, start)
-    for name in run.datasets:
-        tokenized_texts(run, name, tokenizer)
-    _remove_start(run)
+    with _locked_start(run):
+        tokenizer = _choose_tokenizer(run, locate_start(run))
+        for name in run.datasets:
+            tokenized_texts(run, name, tokenizer)
+        _remove_start(run)
 
 
 def evaluate(run: PretrainingRun) -> dict[str, float]:
@@ -98,11 +102,12 @@ def evaluate(run: PretrainingRun) -> dict[str, float]:
         Validation metrics, {`metric_name`: value}. If the vocabulary is replaced, those of the
         initial model with its own tokenizer are called `start_...`.
     """
-    setup = Setup.from_run(run)
-    trainer = setup.make_trainer(train_dataset=None)
-    setup.model.to(trainer.args.device)  # type: ignore[arg-type]
-    metrics = trainer.validation_metrics() | trainer.evaluate_start()
-    _remove_start(run)
+    with _locked_start(run):
+        setup = Setup.from_run(run)
+        trainer = setup.make_trainer(train_dataset=None)
+        setup.model.to(trainer.args.device)  # type: ignore[arg-type]
+        metrics = trainer.validation_metrics() | trainer.evaluate_start()
+        _remove_start(run)
     return metrics
 
 
@@ -123,6 +128,18 @@ def train(run: PretrainingRun) -> dict[str, float]:
     result = run_once(run_output(run), pretraining.build, pretraining.save, keep_every=keep_every)
     _remove_start(run)
     return {name: value for name, value in result.items() if name.startswith("eval_")}
+
+
+@contextlib.contextmanager
+def _locked_start(run: PretrainingRun) -> Iterator[None]:
+    """Lock the output directory if a raw checkpoint is converted in it.
+
+    A run that trains there holds the same lock, and needs its own converted copy until its end.
+    """
+    start = run.options.model.init_from
+    needs_lock = start is not None and is_raw_checkpoint(start) and is_main()
+    with locked(run.options.output_folder) if needs_lock else contextlib.nullcontext():
+        yield
 
 
 def _remove_start(run: PretrainingRun) -> None:
@@ -255,13 +272,15 @@ def _representable_batches(
     run: PretrainingRun, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, MicroBatches]:
     """Return the batches of the validation sets that contain a token of a vocabulary."""
+    # Runs from different models may share the prepared texts.
+    prefix = f"start-{tokenizer_fingerprint(tokenizer)[:8]}-"
     batches: dict[str, MicroBatches] = {}
     for name in run.validation:
         # A vocabulary may cover so little of a text in another script that only [UNK] remains,
         # which cannot be masked.
         try:
-            batches |= validation_batches(run, tokenizer, prefix="start-", names=[name])
-        except UserError:
+            batches |= validation_batches(run, tokenizer, prefix, [name])
+        except NothingToMask:
             logger.info(
                 "The vocabulary of the initial model does not cover the validation set%s.",
                 f" {name}" if name else "",

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
+from ..common.loading import vocabulary_size
 
 
 class TokenMasking:
@@ -60,8 +61,10 @@ class TokenMasking:
         self.random_replace_prob = random_replace_prob
         self.mask_token_id = tokenizer.mask_token_id
 
-        # Lookup table of the tokens that may be selected, (vocabulary size,).
-        self.is_ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
+        # Lookup table of the tokens that may be selected, (vocabulary size,). Ids in a gap of the
+        # vocabulary are no tokens.
+        self.is_ordinary = torch.zeros(vocabulary_size(tokenizer), dtype=torch.bool)
+        self.is_ordinary[torch.tensor(sorted(tokenizer.get_vocab().values()))] = True
         self.is_ordinary[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = False
         self.ordinary_ids = self.is_ordinary.nonzero().squeeze(-1)
 

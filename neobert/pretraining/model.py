@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.identity import model_fingerprint, tokenizer_fingerprint
-from ..common.loading import check_exists, check_model_fields, load_tokenizer
+from ..common.loading import check_exists, check_model_fields, load_tokenizer, vocabulary_size
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
@@ -171,7 +171,7 @@ def make_model(
         return _load_model(start, fields, tokenizer, rows)
 
     # A new model has one row per token, unless `model_config` adds padding rows.
-    fields.setdefault("vocab_size", len(tokenizer))
+    fields.setdefault("vocab_size", vocabulary_size(tokenizer))
     fields.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _make_config(fields)
     _check_vocabulary(config.vocab_size, tokenizer, "`model_config`")
@@ -182,24 +182,26 @@ def make_model(
 
 
 def read_config(model_config: Mapping[str, Any], start: str | None) -> NeoBERTConfig:
-    """Return the configuration that `make_model` starts from, without loading weights.
+    """Return the configuration of the model that `make_model` returns, without loading weights.
 
     Args:
-        model_config: Fields of NeoBERTConfig, which are ignored if there is a start.
+        model_config: Fields of NeoBERTConfig. With a start, they replace those of its config.json.
         start: Result of `weights_folder`, or None.
 
     Raises:
-        UserError: If the configuration cannot be loaded.
+        UserError: If the configuration cannot be loaded, or a field is invalid.
     """
     if start is None:
         return _make_config(model_config)
     # transformers raises several types of errors for values that it does not accept.
     try:
-        return NeoBERTConfig.from_pretrained(start)
+        config = NeoBERTConfig.from_pretrained(start)
     except Exception as error:
         raise UserError(
             f"the config.json of `init_from` {start} cannot be loaded: {one_line(error)}."
         ) from error
+    _override(config, model_config, start)
+    return config
 
 
 def _load_model(
@@ -218,7 +220,7 @@ def _load_model(
     if rows is None:
         _check_vocabulary(vocab_size, tokenizer, f"`init_from` {start}")
     else:
-        vocab_size = fields.pop("vocab_size", len(tokenizer))
+        vocab_size = fields.pop("vocab_size", vocabulary_size(tokenizer))
         pad_token_id = fields.pop("pad_token_id", tokenizer.pad_token_id)
         _check_vocabulary(vocab_size, tokenizer, "`model_config`")
     _override(config, fields, start)
@@ -286,8 +288,9 @@ def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> N
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Check that a model and a tokenizer have the same vocabulary, except for padding rows."""
-    if not 0 <= vocab_size - len(tokenizer) <= MAX_PADDING_ROWS:
+    size = vocabulary_size(tokenizer)
+    if not 0 <= vocab_size - size <= MAX_PADDING_ROWS:
         raise UserError(
             f"{where} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "
-            f"{len(tokenizer):,} tokens. Use the tokenizer of the model."
+            f"{size:,} tokens. Use the tokenizer of the model."
         )

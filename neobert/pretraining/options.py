@@ -354,6 +354,13 @@ class PretrainOptions:
     output: OutputOptions = OutputOptions()
     trainer: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.validation.evaluate_only and self.model.init_from is None:
+            raise UserError(
+                "`evaluate_only` needs a model to evaluate. Pass --init-from, for example the "
+                "output directory of a run."
+            )
+
     @property
     def output_folder(self) -> Path:
         """Output directory."""

@@ -1,8 +1,10 @@
 """Order of the texts: assigns windows to the batches of an endless series of shuffled epochs.
 
-The windows of a batch are a function of the seed and k.
+Batch k of a part of the mixture consists of the same windows in every run with the same data,
+options and seed.
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,7 +103,7 @@ class Plan:
         if shares:
             self.weighted = WeightedOrder(self.ids, source_ends, shares, self.seed)
 
-        # Number of batches before each epoch.
+        # Number of batches before each epoch, for `locate`.
         self.ends = [0]
         self._newest: tuple[int, EpochPlan] | None = None
         # With epochs that have no batch, `locate` would never end.
@@ -110,6 +112,9 @@ class Plan:
                 f"`micro_batch_tokens` is {spec.micro_batch_tokens}, but the data contains fewer "
                 "tokens. Lower --micro-batch-tokens."
             )
+        # Without a token budget, all epochs have the same number of batches.
+        is_constant = spec.micro_batch_tokens is None and not whole
+        self._batches_per_epoch = self.batches_of(0) if is_constant else None
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of the windows in the order of an epoch."""
@@ -163,11 +168,14 @@ class Plan:
 
     def locate(self, k: int) -> tuple[int, int]:
         """Return the epoch of batch k, and its index in the epoch."""
+        if self._batches_per_epoch is not None:
+            return divmod(k, self._batches_per_epoch)
+
         # With a token budget, the number of batches depends on the order of the windows, so
         # the epochs before batch k must be planned, too.
         while self.ends[-1] <= k:
             self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
-        epoch = int(np.searchsorted(self.ends, k, side="right")) - 1
+        epoch = bisect.bisect_right(self.ends, k) - 1
         return epoch, k - self.ends[epoch]
 
     def batch(self, k: int) -> list[np.ndarray]:
@@ -223,7 +231,6 @@ class WeightedOrder:
     Attributes:
         samples: Number of windows of each source per epoch. An epoch ends when the first source is
             exhausted, but contains at least MIN_SAMPLES windows of the rarest source.
-        count: Number of windows per epoch.
     """
 
     def __init__(
@@ -245,7 +252,6 @@ class WeightedOrder:
         sizes = np.array([len(source) for source in self.sources])
         total = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
         self.samples = [max(1, round(weight * total)) for weight in weights]
-        self.count = sum(self.samples)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of the windows in the order of an epoch."""

@@ -23,6 +23,7 @@ from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder, remove_leftover
 from ..common.identity import tokenizer_fingerprint
+from ..common.loading import vocabulary_size
 from ..common.output import differences
 from .sources import Source, load_rows, source_key
 
@@ -98,7 +99,7 @@ def prepare_dataset(
 
     # Two bytes per token suffice for vocabularies of up to 65,536 tokens, and halve the size of the
     # file.
-    id_type = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
+    id_type = pyarrow.uint16() if vocabulary_size(tokenizer) <= 2**16 else pyarrow.int32()
     schema = pyarrow.schema({"input_ids": pyarrow.list_(id_type)})
     row_count = 0
     text_count = 0

@@ -363,7 +363,9 @@ def load_model(options: ModelOptions, name: str, yarn: float | str) -> PreTraine
             )
 
         config.rope_scaling = {"rope_type": "yarn", "factor": yarn}
-        config.max_position_embeddings = math.ceil(config.max_position_embeddings * yarn)
+        # A model that was saved with YaRN has been trained with a shorter context.
+        trained_length = config.rope_parameters["original_max_position_embeddings"]
+        config.max_position_embeddings = math.ceil(trained_length * yarn)
 
     model, info = AutoModelForMaskedLM.from_pretrained(
         name,

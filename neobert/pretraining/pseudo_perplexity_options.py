@@ -23,10 +23,10 @@ class ModelOptions(OptionGroup):
         metavar="NAME",
         affects_results=False,
     )
-    yarn: list[Annotated[float, Meta(gt=0)] | Literal["off"]] = option(
+    yarn: list[Annotated[float, Meta(ge=1, le=1e6)] | Literal["off"]] = option(
         default_factory=lambda: ["off"],
-        help="YaRN factors, which multiply the context length of a NeoBERT. off: without YaRN. "
-        "Several values are measured one after another.",
+        help="YaRN factors, which multiply the context length that a NeoBERT was trained with. "
+        "off: the model as it was saved. Several values are measured one after another.",
         metavar="{off,FLOAT}",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(

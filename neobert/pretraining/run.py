@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..common.constants import TOKENIZER
+from ..common.data import check_not_matched
 from ..common.errors import UserError
 from ..common.folders import check_disjoint
 from ..common.identity import tokenizer_fingerprint
@@ -34,6 +35,10 @@ MAX_AUTO_LENGTH = 1024
 
 # Number of training batches that are searched for a token to mask.
 CHECKED_BATCHES = 100
+
+
+class NothingToMask(UserError):
+    """Error of texts in which all tokens are special tokens."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,17 @@ def check_run(run: PretrainingRun) -> None:
     check_disjoint(run.options.output_folder, *inputs, *starts)
     for name in run.datasets:
         check_disjoint(run.options.prepared_folder / name, *inputs)
+
+    # A glob of texts must not match files of the output either.
+    outputs = [
+        str(run.options.output_folder / folder / name)
+        for folder in ("", "checkpoint-1")
+        for name in ("log.jsonl", "config.json", "vocab.txt")
+    ]
+    for sources in run.datasets.values():
+        for source in sources:
+            if source.kind == "files":
+                check_not_matched(source.name, *outputs)
     check_validation_sets(run.validation, run.sources)
 
 
@@ -183,9 +199,11 @@ def run_output(run: PretrainingRun) -> Output:
     }
 
     # The texts may have been prepared in the output directory before the run.
-    return Output(
-        options.output_folder, "pretrain", settings, beside=[options.prepared_folder.name]
-    )
+    beside: Sequence[str] = ()
+    prepared = options.prepared_folder
+    if prepared.is_relative_to(options.output_folder):
+        beside = prepared.relative_to(options.output_folder).parts[:1]
+    return Output(options.output_folder, "pretrain", settings, beside=beside)
 
 
 def _tokenizer_identity(options: PretrainOptions) -> str | None:
@@ -235,11 +253,16 @@ def resolve_options(
     batch = options.batch
     optimization = options.optimization
     if "auto" in (batch.max_length, optimization.learning_rate):
-        model_config = options.model.model_config
-        config = read_config(model_config, start)
+        # These fields describe the vocabulary that replaces that of the initial model.
+        vocabulary = ("vocab_size", "pad_token_id") if start is not None else ()
+        fields = {
+            name: value
+            for name, value in options.model.model_config.items()
+            if name not in vocabulary
+        }
+        config = read_config(fields, start)
         if batch.max_length == "auto":
-            context = model_config.get("max_position_embeddings", config.context_length)
-            batch = replace(batch, max_length=min(MAX_AUTO_LENGTH, context))
+            batch = replace(batch, max_length=min(MAX_AUTO_LENGTH, config.context_length))
         if optimization.learning_rate == "auto":
             rate = adaptation_learning_rate(config.hidden_size)
             optimization = replace(optimization, learning_rate=rate)
@@ -337,7 +360,7 @@ def validation_batches(
         names: Names of validation sets, by default all.
 
     Raises:
-        UserError: If a set contains no token that can be masked.
+        NothingToMask: If a set contains no token that can be masked.
     """
     # Evaluations are comparable only if they predict the same tokens, whatever the schedule of the
     # masking and the mixture of the training batches. The other seed separates the masks from those
@@ -403,9 +426,13 @@ def make_masking(
 
 
 def _check_maskable(batches: MicroBatches, count: int, name: str) -> None:
-    """Check that the first `count` batches contain a token that can be masked."""
+    """Check that the first `count` batches contain a token that can be masked.
+
+    Raises:
+        NothingToMask: If they do not.
+    """
     if not any((batches[i]["labels"] != -100).any() for i in range(count)):
-        raise UserError(
+        raise NothingToMask(
             f"the texts of {name} must contain a token that can be masked, but all tokens are "
             "special tokens such as [UNK]. Use a tokenizer whose vocabulary covers the texts."
         )

@@ -210,7 +210,13 @@ def _open(source: Source) -> IterableDataset:
         )
 
     rows = rows.select_columns([column])
-    dtype = getattr((rows.features or {}).get(column), "dtype", "string")
+    feature = (rows.features or {}).get(column)
+    dtype = "string" if feature is None else getattr(feature, "dtype", type(feature).__name__)
+    if dtype not in ("string", "large_string", "string_view"):
+        raise UserError(
+            f"the column {column!r} of the dataset {source.name} must contain text, got {dtype}. "
+            "Name another column with --column."
+        )
     if column != "text":
         rows = rows.rename_column(column, "text")
     if dtype in ("large_string", "string_view"):

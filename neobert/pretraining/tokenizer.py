@@ -23,7 +23,7 @@ from ..common.data import replace_surrogates
 from ..common.errors import UserError, listed
 from ..common.files import json_text, read_json, write_text
 from ..common.folders import check_disjoint, check_new, new_folder
-from ..common.loading import load_tokenizer, save_tokenizer
+from ..common.loading import load_tokenizer, save_tokenizer, vocabulary_size
 from ..common.options import log_options
 from ..common.tables import markdown_table
 from .sources import load_rows, parse_sources
@@ -255,10 +255,16 @@ def build_vocabulary(
         base: Tokenizer to extend.
 
     Raises:
-        UserError: If the vocabulary is too small for the alphabet.
+        UserError: If the vocabulary is too small for the alphabet, or the ids of `base` have gaps.
     """
     is_extension = options.extend is not None
     vocabulary = base.get_vocab()
+    if is_extension and vocabulary_size(base) > len(vocabulary):
+        raise UserError(
+            f"the ids of the tokenizer {options.extend} must have no gaps, got "
+            f"{len(vocabulary):,} tokens with ids up to {vocabulary_size(base) - 1:,}. Remove "
+            "duplicate lines from its vocab.txt."
+        )
     first_tokens = (
         sorted(vocabulary, key=vocabulary.__getitem__) if is_extension else SPECIAL_TOKENS
     )

@@ -63,9 +63,10 @@ def flops_per_batch(
 
 
 class _LogAndEvaluate(TrainerCallback):
-    """Callback that evaluates before the first step, and logs the last step and saved steps.
+    """Callback that evaluates before the first step, and logs every step that ends an interval.
 
-    The log and `tokens_seen` of a resumed run are then complete.
+    These are the last step, and the steps that are evaluated or saved. The log and `tokens_seen` of
+    a resumed run are then complete.
     """
 
     def __init__(self, trainer: "PretrainingTrainer") -> None:
@@ -94,8 +95,10 @@ class _LogAndEvaluate(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Log the step if it is the last one or will be saved."""
-        control.should_log |= control.should_save or state.global_step >= state.max_steps
+        """Log the step if it is the last one, or will be evaluated or saved."""
+        # With save_strategy "best", the evaluation of this step decides whether it is saved.
+        is_last = state.global_step >= state.max_steps
+        control.should_log |= control.should_save or control.should_evaluate or is_last
 
 
 class PretrainingTrainer(RunTrainer, Trainer):
@@ -112,7 +115,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     Attributes:
         evaluate_start: Function that returns metrics to log before the first step.
-        last_time: Time of the last log record or evaluation, from `time.perf_counter`.
+        last_time: Start of the interval that the next log record measures, from
+            `time.perf_counter`. Evaluations move it forward by their duration.
     """
 
     # Narrower types than those of Trainer.
@@ -324,13 +328,15 @@ class PretrainingTrainer(RunTrainer, Trainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate all validation sets, and log the metrics as one record."""
+        start = time.perf_counter()
         metrics = self.validation_metrics()
         if metrics:
             self.log(dict(metrics))
             self.control = self.callback_handler.on_evaluate(
                 self.args, self.state, self.control, metrics
             )
-        self.last_time = time.perf_counter()
+        # The time of an evaluation is not part of the training speed.
+        self.last_time += time.perf_counter() - start
         return metrics
 
     def validation_metrics(self) -> dict[str, float]:

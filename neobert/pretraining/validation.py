@@ -16,6 +16,7 @@ a word with a masked token, so small differences between two vocabularies mean l
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,12 +27,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..common.errors import UserError
+from ..common.loading import vocabulary_size
 from .batches import MicroBatches
 from .sources import Source, parse_sources
 
 
 # Bytes of the characters in the alphabet of byte-level tokenizers.
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+# Token of a single byte in SentencePiece vocabularies with byte fallback.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -216,11 +220,12 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the number of characters that each token of a vocabulary stands for.
 
     White space and the marks of tokenizers are not counted, and special tokens have no characters.
-    A token of a byte-level vocabulary counts the characters that start in the token, so the
-    sum over the tokens of a text is the number of characters of the text.
+    A token of a byte-level vocabulary, or a byte of SentencePiece such as <0xF0>, counts the
+    characters that start in the token, so the sum over the tokens of a text is the number of
+    characters of the text.
 
     Returns:
-        Number of characters, (len(tokenizer),) int64.
+        Number of characters, (`vocabulary_size(tokenizer)`,) int64.
     """
     # The serialized tokenizer contains the marks of its tokens. A byte-level tokenizer may use
     # ByteLevel for pre-tokenization, for decoding, or both.
@@ -228,10 +233,15 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     prefix = state["model"].get("continuing_subword_prefix") or ""
     is_byte_level = '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["decoder"]])
 
-    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    has_byte_tokens = bool(state["model"].get("byte_fallback"))
+
+    counts = torch.zeros(vocabulary_size(tokenizer), dtype=torch.int64)
     for token, token_id in tokenizer.get_vocab().items():
+        byte_token = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
         if is_byte_level:
-            counts[token_id] = sum(map(_starts_character, token))
+            counts[token_id] = sum(_starts_character(_BYTES.get(sign, 0)) for sign in token)
+        elif byte_token:
+            counts[token_id] = _starts_character(int(byte_token[1], 16))
         else:
             # SentencePiece represents a space by U+2581.
             text = token.removeprefix(prefix).replace("\u2581", " ")
@@ -240,11 +250,7 @@ def token_characters(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return counts
 
 
-def _starts_character(sign: str) -> bool:
-    """Return whether a sign of the byte-level alphabet is the first byte of a character.
-
-    White space is not counted.
-    """
+def _starts_character(byte: int) -> bool:
+    """Return whether a byte is the first one of a character. White space is not counted."""
     # In UTF-8, the bytes 0x80 to 0xBF continue a character.
-    byte = _BYTES.get(sign, 0)
     return byte not in b" \n\t\r" and not 0x80 <= byte < 0xC0

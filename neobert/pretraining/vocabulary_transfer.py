@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..common.loading import vocabulary_size
 from ..modeling_neobert import NeoBERTForMaskedLM
 
 
@@ -85,7 +86,7 @@ def find_rows(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) -> Row
     new_tokens = _TokenReader(new)
     roles = _matching_roles(old, new)
 
-    sources: list[list[int]] = [[] for _ in range(len(new))]
+    sources: list[list[int]] = [[] for _ in range(vocabulary_size(new))]
     counts = dict.fromkeys((COPIED, MEAN, REST), 0)
     for token, token_id in new_tokens.vocabulary.items():
         if token in roles:

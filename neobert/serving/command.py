@@ -165,6 +165,8 @@ def _run_supervisor(config: uvicorn.Config, listener: socket.socket) -> int:
     """Serve in worker processes, and restart those that die."""
     folder = tempfile.mkdtemp(prefix="neobert-metrics-")
     # Worker processes inherit the variable, and share their metrics in the directory.
+    # The name is that of `metrics.SHARED_VARIABLE`. That module imports prometheus_client, which
+    # reads the variable when it is imported.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
     try:
         supervisor = Multiprocess(config, sockets=[listener])

@@ -15,8 +15,8 @@ from ..common.errors import UserError, one_line
 COHERE_ROUTES = ("/v1/rerank", "/v2/rerank")
 TEI_ROUTES = ("/", "/embed", "/rerank", "/predict", "/info")
 
-_OPENAI_TYPES = {401: "authentication_error", 413: "invalid_request_error", 429: "rate_limit_error"}
-_TEI_TYPES = {401: "unauthorized", 413: "validation", 429: "overloaded", 503: "overloaded"}
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_TEI_TYPES = {401: "unauthorized", 429: "overloaded", 503: "overloaded"}
 
 
 def error_response(

@@ -27,7 +27,7 @@ from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
-from .options import ServeOptions
+from .options import MAX_TOTAL_CHARACTERS, ServeOptions
 
 
 # File of `neobert finetune` with the task of a model. The module with its name needs pyarrow.
@@ -114,6 +114,7 @@ class Encoder:
                 lengths[index] = len(item)
             else:
                 texts[index] = self._decode(index, item)
+        check_characters(sum(map(len, texts.values())))
 
         # The tokenizer truncates, and adds the complete lengths to `text_lengths`.
         text_lengths: list[int] = []
@@ -415,6 +416,17 @@ class Classifier:
         elif function == "softmax":
             values = (values / self.temperature).softmax(dim=1)
         return values.numpy()
+
+
+def check_characters(count: int) -> None:
+    """Raise HTTPException if the texts of a request have too many characters to be tokenized."""
+    # The queue counts tokens, so this size is checked before the texts are tokenized.
+    if count > MAX_TOTAL_CHARACTERS:
+        raise HTTPException(
+            413,
+            f"the texts of a request must have at most {MAX_TOTAL_CHARACTERS} characters in total, "
+            f"got {count}. Send fewer or shorter texts per request.",
+        )
 
 
 def check_lengths(lengths: Sequence[int], limit: int | None) -> None:

@@ -15,9 +15,9 @@ API_KEY_VARIABLE = "NEOBERT_API_KEY"
 # Maximum number of texts per request, as in the API of OpenAI, and of characters per text.
 MAX_TEXTS = 2048
 MAX_CHARACTERS = 100_000
-# Maximum number of characters of all pairs of a rerank request. Every pair contains the query, so
-# a small body can have pairs whose tokens take gigabytes of memory.
-MAX_PAIR_CHARACTERS = 10_000_000
+# Maximum number of characters of all texts or pairs of a request, whose tokens would otherwise take
+# gigabytes of memory. Every pair of a rerank request contains the query.
+MAX_TOTAL_CHARACTERS = 10_000_000
 MAX_REQUEST_BYTES = 32 * 2**20
 
 

@@ -12,8 +12,8 @@ from ..common.loading import choose_device
 from .batcher import Batcher
 from .inputs import Body
 from .metrics import Metrics
-from .models import Classifier, Encoder, Item, Tokens
-from .options import MAX_PAIR_CHARACTERS, ServeOptions
+from .models import Classifier, Encoder, Item, Tokens, check_characters
+from .options import ServeOptions
 
 
 ResultT = TypeVar("ResultT")
@@ -126,21 +126,18 @@ class State:
         Raises:
             HTTPException: 413 if the pairs have too many characters.
         """
-        # The queue counts tokens, so the size is checked before the pairs are tokenized.
-        characters = len(documents) * len(query) + sum(map(len, documents))
-        if characters > MAX_PAIR_CHARACTERS:
-            raise HTTPException(
-                413,
-                f"the pairs of a query and its documents must have at most {MAX_PAIR_CHARACTERS} "
-                f"characters in total, got {characters}. Send fewer or shorter texts per request.",
-            )
-
+        check_characters(len(documents) * len(query) + sum(map(len, documents)))
         pairs = [(query, document) for document in documents]
         tokens = await self._tokenize(self.reranker.tokenize, pairs, self.truncates(body))
         return await self.ranks.run(tokens), sum(map(len, tokens))
 
     async def predict(self, texts: Sequence[tuple[str, ...]], body: Body) -> list[np.ndarray]:
-        """Return the logits of texts and pairs."""
+        """Return the logits of texts and pairs.
+
+        Raises:
+            HTTPException: 413 if the texts have too many characters.
+        """
+        check_characters(sum(len(text) for item in texts for text in item))
         tokens = await self._tokenize(self.classifier.tokenize, texts, self.truncates(body))
         return await self.predictions.run(tokens)
 

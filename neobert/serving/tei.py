@@ -16,7 +16,7 @@ from .state import State
 
 
 class TeiBody(Body):
-    """Fields of all bodies.
+    """Fields of all bodies of Text Embeddings Inference.
 
     Attributes:
         truncation_direction: Side at which long texts are truncated.

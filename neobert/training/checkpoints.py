@@ -22,6 +22,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..common.constants import WAIT_SECONDS
 from ..common.errors import Stopped, UserError, listed, one_line
 from ..common.output import Output
 
@@ -59,7 +61,7 @@ else:
 def _gloo_group() -> "distributed.ProcessGroup":
     """Return a group of all processes whose messages do not wait for a GPU."""
     # All processes must create a group together, which takes time, so there is only one.
-    return distributed.new_group(backend="gloo")
+    return distributed.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
 
 
 def _is_distributed() -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 from msgspec import Meta
 
+from ..common.constants import WAIT_SECONDS
 from ..common.errors import UserError, listed, one_line
 from ..common.options import convert
 
@@ -135,8 +136,9 @@ def training_arguments(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
         )
 
-    # The user may override `use_cpu`, but not the fixed options.
-    values = {"use_cpu": not torch.accelerator.is_available(), **options, **fixed}
+    # The user may override these two options, but not the fixed ones.
+    defaults = {"use_cpu": not torch.accelerator.is_available(), "ddp_timeout": WAIT_SECONDS}
+    values = {**defaults, **options, **fixed}
     check_trainer_options(values)
     check_services(values)
     if "warmup_steps" in values:

@@ -35,8 +35,8 @@ class RunReport(TrainerCallback):
     def __init__(
         self,
         sequences: int | None = None,
-        measured_steps: int = 10,
         epochs: float | None = None,
+        measured_steps: int = 10,
     ) -> None:
         self.sequences = sequences
         self.epochs = epochs

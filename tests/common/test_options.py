@@ -213,6 +213,8 @@ def test_recipe_error_messages(tmp_path):
         "max_lenght: 4": "unknown key 'max_lenght' in the recipe R. Did you mean max_length?",
         "- a": "R must contain 'name: value' lines, got ['a'].",
         "prefix: [a]": "`prefix` in the recipe R must be text, got ['a'].",
+        "1: 2": "unknown key 1 in the recipe R.",
+        "trainer: 5": "`trainer` in the recipe R must be a mapping, got 5.",
     }
     for text, message in cases.items():
         recipe.write_text(text)

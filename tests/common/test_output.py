@@ -71,6 +71,14 @@ def test_directory_of_an_unfinished_run_is_rejected_for_other_runs(tmp_path):
         Output(tmp_path, "bake", {"seed": 1}).state()
 
 
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_record_of_another_program_is_rejected(tmp_path, name):
+    """Check that a file with the name of a record, but of another form, is a file of the user."""
+    (tmp_path / name).write_text("[1, 2]")
+    with pytest.raises(UserError, match=f"contains files that this command did not write .{name}"):
+        Output(tmp_path, "make", {}).state()
+
+
 def test_files_allowed_before_a_run(tmp_path):
     """Check which files an output directory may contain before a run."""
     (tmp_path / "prepared").mkdir()

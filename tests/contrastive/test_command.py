@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from neobert.common.errors import Stopped, UserError
 from neobert.common.model_card import base_model_metadata
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
-from neobert.contrastive.options import LossOptions
+from neobert.contrastive.options import OPTIONS, LossOptions, read_sources
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 from neobert.evaluation import retrieval
 from neobert.training.lora import check_adapter_support
@@ -295,6 +296,22 @@ def test_tensorboard_logs_are_kept(model_folder, tmp_path):
     assert main(arguments_for(model_folder, tmp_path / "out", *options)) == 0
     assert list((tmp_path / "out" / "runs").rglob("events.out.tfevents*"))
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_validation_file_belongs_to_the_identity_of_a_run(model_folder, tmp_path):
+    """With a validation file, the training data is other data, because nothing is held out."""
+    write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": "a", "positive": "b"}])
+    pairs = str(tmp_path / "pairs.jsonl")
+    identities = []
+    for words in ([], ["--validation-file", pairs], ["--validation-percent", "0"]):
+        arguments = ["--model", str(model_folder), "--pairs", pairs, "--output", "out", *words]
+        options = OPTIONS["contrastive"].read(arguments)
+        training = SimpleNamespace(to_dict=dict, world_size=1)
+        identity = contrastive.run_identity(
+            options, training, read_sources(options.data, options.instructions)
+        )
+        identities.append(identity["holds_out"])
+    assert identities == [True, False, False]
 
 
 def test_output_is_locked_before_loading_data_and_model(model_folder, tmp_path, monkeypatch):

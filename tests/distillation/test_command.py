@@ -546,6 +546,31 @@ def test_teacher_embeddings_have_the_default_prompt(tmp_path, teacher):
     assert not np.allclose(embeddings, encoder.encode(["a cat", "an eagle"], prompt=""), atol=0.01)
 
 
+def test_a_run_is_identified_by_the_use_of_its_texts(tmp_path, teacher):
+    """A run with another share, column or use of the same files is another run."""
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    first = TextSource.from_entry(str(tmp_path / "a.jsonl"))
+    second = TextSource.from_entry(str(tmp_path / "b.jsonl"))
+    options = DistillOptions(
+        ModelOptions(str(teacher), str(tmp_path / "out")), DataOptions([first.path])
+    )
+    runs = [
+        ([first, second], []),
+        ([first], [second]),
+        ([replace(first, share=0.1)], []),
+        ([replace(first, column="other")], []),
+        ([first], []),
+    ]
+    identities = [
+        distill_command.run_identity(options, sources, validation, 1)
+        for sources, validation in runs
+    ]
+    assert all(a != b for i, a in enumerate(identities) for b in identities[:i])
+    renamed = distill_command.run_identity(options, [replace(first, name="x")], [], 1)
+    assert renamed == identities[-1], "The name is in the model card only."
+
+
 def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):
     """Runs share stored embeddings only for the same texts, teacher and maximum length."""
 

@@ -101,6 +101,19 @@ def test_a_csv_may_contain_lists(tmp_path):
     assert (task.name, task.labels) == ("multi-label", ("a", "b"))
 
 
+def test_a_csv_may_contain_words_and_tags(tmp_path):
+    """Lists in JSON, as `neobert predict` writes them, are not split at spaces."""
+    row = '"[""John"", ""New York""]","[""B-PER"", ""O""]"'
+    lines = ["text,labels", *(row.replace("John", f"John{i}") for i in range(30))]
+    (tmp_path / "rows.csv").write_text("\n".join(lines), encoding="utf-8")
+    task, splits = read_splits(DataOptions(train=str(tmp_path / "rows.csv")))
+    assert (task.name, task.labels) == ("tokens", ("O", "B-PER", "I-PER"))
+    (text,) = splits.train.texts[0]
+    words = [text[start:end] for start, end in splits.train.words[0]]
+    assert words[0].startswith("John") and words[1:] == ["New York"]
+    assert splits.train.labels[0] == ["B-PER", "O"]
+
+
 CLASS_NAMES = {"names": ["sad", "glad"], "_type": "ClassLabel"}
 
 
@@ -213,6 +226,10 @@ def test_label_numbers_of_the_model_are_kept(tmp_path):
     assert task.labels == ("b", "a") and splits.train.labels[0] == 1
     task, _ = read(tmp_path / "other", rows_with(["a", "c"]), known_labels)
     assert task.labels == ("a", "c")
+
+    tokens = [{"tokens": ["Ada", f"w{i}"], "tags": ["B-PER", "O"]} for i in range(30)]
+    task, _ = read(tmp_path / "tags", tokens, {"I-PER": 0, "B-PER": 1, "O": 2})
+    assert task.labels == ("I-PER", "B-PER", "O")
 
 
 def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):

@@ -578,6 +578,35 @@ def test_existing_files_are_kept(tmp_path, model):
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
+def test_the_record_replaces_no_file_of_the_user(tmp_path, model):
+    """The record OUTPUT.json replaces neither an input nor another file of the user."""
+    record = tmp_path / "out.csv.json"
+    write_jsonl(record, rows_of(TEXTS))
+    content = record.read_bytes()
+    options = ["--model", str(model), "--dtype", "float32"]
+    with pytest.raises(UserError, match="out.csv.json"):
+        command.main([str(record), str(tmp_path / "out.csv"), *options])
+
+    write_jsonl(tmp_path / "rows.jsonl", rows_of(TEXTS))
+    record.write_text('["mine"]')
+    with pytest.raises(UserError, match="already exists, and was not written by neobert predict"):
+        command.main([str(tmp_path / "rows.jsonl"), str(tmp_path / "out.csv"), *options])
+    assert record.read_text() == '["mine"]' and content
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("output", ["out.csv", "out.parquet", "out.jsonl"])
+def test_columns_that_the_first_row_lacks_are_not_lost(tmp_path, model, output):
+    """A column that appears in a later row is copied to .jsonl, and an error in other formats."""
+    rows = [{"text": "a film"}, {"text": "a film", "note": "x"}]
+    if output == "out.jsonl":
+        predictions, _ = run(tmp_path, rows, model, output=output)
+        assert [row.get("note") for row in predictions] == [None, "x"]
+        return
+    with pytest.raises(UserError, match="row 2: the first row has no column 'note'"):
+        run(tmp_path, rows, model, output=output)
+
+
 @pytest.mark.parametrize(
     ("pattern", "output"),
     [("*.jsonl", "b.jsonl"), ("**/*.csv", "b.csv"), ("*.json", "b.csv"), ("*/*.json", "b.csv")],

@@ -174,11 +174,11 @@ def test_mixture_samples_minimum_lengths_by_weight(tokenizer):
     batches = _batches(
         lengths, tokenizer, 2000, micro_batch_tokens=64, max_length=32, mixture=mixture, seed=3
     )
-    fractions = np.bincount(batches.source, minlength=3) / 2000
+    fractions = np.bincount(batches.part, minlength=3) / 2000
     assert np.abs(fractions - [0.2, 0.4, 0.4]).max() < 0.04
     for i in range(60):
         texts = texts_of_batch(batches[i])
-        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]]
+        assert min(map(len, texts)) >= [0, 16, 32][batches.part[i]]
 
     with pytest.raises(UserError, match="at least 64 tokens"):
         _batches(
@@ -226,7 +226,7 @@ def test_random_numbers_differ_between_batches():
 def test_mixture_depends_on_the_seed(tokenizer):
     spec = {"micro_batch_tokens": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
     first, again, other = [
-        _batches([8, 20] * 40, tokenizer, 200, seed, **spec).source for seed in (1, 1, 2)
+        _batches([8, 20] * 40, tokenizer, 200, seed, **spec).part for seed in (1, 1, 2)
     ]
     assert (first == again).all()
     assert (first != other).any()

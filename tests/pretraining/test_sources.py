@@ -16,7 +16,7 @@ from neobert.common.errors import UserError
 from neobert.common.identity import tokenizer_fingerprint
 from neobert.pretraining import sources
 from neobert.pretraining.prepared import load_prepared, token_ids
-from neobert.pretraining.sources import content_hash, parse_sources, source_digest
+from neobert.pretraining.sources import content_hash, load_rows, parse_sources, source_digest
 from neobert.pretraining.tokenizer import count_words
 
 
@@ -142,6 +142,14 @@ def test_invalid_sources_are_reported(tmp_path, tokenizer, name):
     with pytest.raises(UserError, match=BAD[name]) as error:
         prepare(str(tmp_path / name), tmp_path / "out", tokenizer)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]]])
+def test_a_column_of_a_saved_dataset_must_contain_text(tmp_path, values):
+    """Check the message about a column of numbers or lists."""
+    Dataset.from_dict({"text": values}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="the column 'text' of the dataset .* must contain text"):
+        next(iter(load_rows(parse_sources(str(tmp_path / "saved")))))
 
 
 def test_prepared_texts_require_the_same_source_and_tokenizer(tmp_path, tokenizer):

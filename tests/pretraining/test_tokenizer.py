@@ -9,21 +9,26 @@ from collections import Counter
 
 import pytest
 from helpers.pretrain_runs import save_bpe
-from tokenizers import models
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from neobert import cli
 from neobert.common.constants import TOKENIZER
-from neobert.common.loading import load_tokenizer
+from neobert.common.errors import UserError
+from neobert.common.loading import load_tokenizer, vocabulary_size
 from neobert.export.gguf_file import _bert_normalizer
+from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.tokenizer import (
     SPECIAL_TOKENS,
+    build_vocabulary,
     filter_words,
     pad_vocabulary,
     select_useful_tokens,
     tokenizer_statistics,
     train_wordpiece,
 )
+from neobert.pretraining.tokenizer_options import VocabularyOptions
+from neobert.pretraining.validation import token_characters
 
 
 GERMAN = [
@@ -175,6 +180,24 @@ def test_an_extended_tokenizer_keeps_its_ids_and_needs_fewer_tokens(tokenizers):
 
 # ------------------------------------------------------------------------------------------------
 # statistics
+
+
+def test_a_tokenizer_with_gaps_in_its_ids_is_not_extended():
+    """Check that ids with a gap, as of a vocab.txt with a line twice, are refused."""
+    ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
+    vocabulary = {**ids, "a": 6, "b": 7}
+    base = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")),
+        **{f"{name.strip('[]').lower()}_token": name for name in SPECIAL_TOKENS},
+    )
+    assert vocabulary_size(base) == 8 and len(base) == 7
+
+    options = VocabularyOptions(extend="mine", vocab_size=64)
+    with pytest.raises(UserError, match="must have no gaps, got 7 tokens with ids up to 7"):
+        build_vocabulary({"ab": 3}, ["a", "b"], options, base)
+    # The tables over the ids of the tokenizer have a row for the last token.
+    assert TokenMasking(base).is_ordinary.tolist() == [False] * 5 + [False, True, True]
+    assert token_characters(base).tolist() == [0] * 5 + [0, 1, 1]
 
 
 def test_tokenizer_statistics(tokenizers):

@@ -59,19 +59,27 @@ def _train_tokenizer(tokenizer_type):
             special_tokens=SPECIAL,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
+    elif tokenizer_type == "byte fallback":
+        # A vocabulary of SentencePiece without any character of the text but "a".
+        tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="[UNK]", byte_fallback=True))
+        tokenizer.decoder = decoders.ByteFallback()
+        trainer = None
     else:
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="[UNK]")
-    tokenizer.train_from_iterator([TEXT] * 20 + TEXT.split() * 5, trainer)
+    if trainer is not None:
+        tokenizer.train_from_iterator([TEXT] * 20 + TEXT.split() * 5, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL)),
     )
 
 
-@pytest.mark.parametrize("tokenizer_type", ["wordpiece", "bytes", "metaspace"])
+@pytest.mark.parametrize("tokenizer_type", ["wordpiece", "bytes", "metaspace", "byte fallback"])
 def test_token_characters_add_up_to_the_text(tokenizer_type):
     """Check that the characters of all tokens add up to those of the text without white space."""
     tokenizer = _train_tokenizer(tokenizer_type)
@@ -281,10 +289,13 @@ def test_validation_url_of_training_texts_is_rejected(tmp_path):
         check_validation_sets(sets, parse_sources("memory://urls/other.txt"))
 
 
-def test_evaluate_only_requires_validation_texts(corpus, tmp_path):
-    """Check that `--evaluate-only` is refused without validation texts."""
+def test_evaluate_only_requires_validation_texts_and_a_model(corpus, tmp_path):
+    """Check that `--evaluate-only` is refused without validation texts and without a model."""
+    arguments = [*arguments_of(corpus, tmp_path), "--evaluate-only"]
     with pytest.raises(UserError, match="`evaluate_only` needs validation texts"):
-        pretrain.read_run([*arguments_of(corpus, tmp_path), "--evaluate-only"])
+        pretrain.read_run(arguments)
+    with pytest.raises(UserError, match="`evaluate_only` needs a model to evaluate"):
+        pretrain.read_run([*arguments, "--validation", str(corpus / "train.txt")])
 
 
 def test_validation_set_as_mapping_or_list():

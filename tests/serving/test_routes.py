@@ -314,6 +314,12 @@ def test_info_and_health(client):
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, 400, "`dimensions` must be greater"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 404, "got 'other'."),
         ("/v1/embeddings", {"input": ["b " * 250] * 900}, 413, "at most 200000 tokens, got 226800"),
+        (
+            "/v1/embeddings",
+            {"input": ["b " * 50_000] * 101},
+            413,
+            "must have at most 10000000 characters in total, got 10100000",
+        ),
         ("/elsewhere", {}, 404, "Not Found"),
     ],
 )
