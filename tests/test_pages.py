@@ -24,6 +24,7 @@ OPTION_PACKAGES = {
     "pretraining": ["pretraining"],
     "adaptation": ["pretraining", "contrastive", "evaluation", "benchmarks"],
     "finetuning": ["finetuning", "prediction", "pretraining"],
+    "glue": ["finetuning"],
     "embeddings": ["embeddings", "encoding", "contrastive", "evaluation"],
     "distillation": ["distillation", "embeddings"],
     "performance": ["benchmarks", "throughput"],

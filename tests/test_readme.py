@@ -117,15 +117,20 @@ def test_lora_snippet_trains_and_saves_the_head(bundled, tmp_path):
     [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()],
 )
 def test_command(command):
-    """Every command of the README is a make target, or the installation."""
+    """Every command of the README is a make target, or a part of the installation."""
     words = shlex.split(command)
     if words[0] == "make":
         check = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
         assert check.returncode == 0, f"{command!r} failed: {check.stderr[-500:]}"
-    else:
-        assert words == ["pip", "install", "torch", "transformers"], (
-            f"No test runs the command {command!r}."
-        )
+        return
+
+    address = re.search(r"^url = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)[1]
+    environment = re.search(r"^VENV \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert command in (
+        "pip install torch transformers",
+        f"git clone {address} && cd NeoBERT",
+        f"source {environment}/bin/activate",
+    ), f"No test runs the command {command!r}."
 
 
 def test_metadata():

@@ -1,1 +1,1 @@
-"""GLUE fine-tuning (docs/finetuning.md)."""
+"""GLUE fine-tuning (docs/finetuning.md, docs/glue.md)."""

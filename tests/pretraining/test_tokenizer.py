@@ -184,11 +184,11 @@ def test_an_extended_tokenizer_keeps_its_ids_and_needs_fewer_tokens(tokenizers):
 
 def test_a_tokenizer_with_gaps_in_its_ids_is_not_extended():
     """Check that ids with a gap, as of a vocab.txt with a line twice, are refused."""
-    ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
-    vocabulary = {**ids, "a": 6, "b": 7}
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: number for number, token in enumerate(special_tokens)} | {"a": 6, "b": 7}
     base = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]")),
-        **{f"{name.strip('[]').lower()}_token": name for name in SPECIAL_TOKENS},
+        **{f"{name.strip('[]').lower()}_token": name for name in special_tokens},
     )
     assert vocabulary_size(base) == 8 and len(base) == 7
 
