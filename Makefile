@@ -142,6 +142,7 @@ $(ENGINES)/vllm/.ready: constraints/vllm.txt
 	touch $@
 
 $(ENGINES)/ctranslate2/.ready: constraints/ctranslate2.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) constraints/ctranslate2.txt ctranslate2 torch transformers
 	touch $@
@@ -166,11 +167,13 @@ $(ENGINES)/clients/.ready: constraints/clients.txt
 	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints/oldest.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP_INSTALL) constraints/oldest.txt --editable . accelerate datasets peft pytest pytest-xdist
 	touch $@
 
 $(HARSH)/.ready: setup.cfg constraints/transformers-5.0.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(HARSH)
 	$(HARSH)/bin/python $(PIP_INSTALL) constraints/transformers-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@

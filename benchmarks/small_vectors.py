@@ -201,7 +201,7 @@ def page(
     return "\n\n".join(parts)
 
 
-@benchmark("Small vectors", SmallVectorsOptions)
+@benchmark("Small embeddings", SmallVectorsOptions)
 def main(options: SmallVectorsOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Measure the bundled encoder and its teacher on every test."""
     texts = corpus(options.rows, options.cache)

@@ -37,6 +37,8 @@ OPTION_PACKAGES = {
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in OPTION_PACKAGES
 }
+# The page about the pull request to transformers has no commands of this package.
+NO_COMMANDS = {"native"}
 # Options of the trainer of transformers.
 TRAINER = {field.name for field in dataclasses.fields(TrainingArguments)}
 
@@ -105,6 +107,12 @@ def options_in(paths):
     parsed = [name.replace("-", "_") for name in re.findall(r"\"(?:--)?([a-z][a-z-]*)\"", source)]
     # The field `for_` declares the option --for.
     return {name.rstrip("_") for name in (*declared, *parsed)}
+
+
+def test_every_page_is_checked():
+    """A new page must be added to OPTION_PACKAGES."""
+    names = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert names == {*OPTION_PACKAGES, *NO_COMMANDS}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -5,7 +5,7 @@
 
 Bits per character are comparable across vocabularies. The masked tokens are a function of the seed,
 the masking options and the batches. They are identical at every step of a run, and in all runs with
-the same `seed`, `mlm_probability`, `max_length` and batch size.
+the same texts, tokenizer, `data_seed` (by default `seed`), masking and batching.
 
 The characters of a token are those of the text that the token stands for, without the marks of
 tokenizers (`##`, the space before a word). Special tokens are never masked, so text that a
