@@ -62,7 +62,7 @@ WORKLOADS: dict[str, Sequence[int]] = {
 # What follows from the figures of one CPU, which the text names.
 CHOICE = """Measured on an AMD EPYC with AVX-512, VNNI and AVX512-BF16. For one text of up to 60 tokens with the bundled encoder, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. With 6 blocks of 768, the engines differ little at 60 tokens, and OpenVINO is fastest at 8 tokens. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT. In int8, CTranslate2 quantizes, normalizes and activates in fused kernels of its own, and torch has an operator for each step. For 8 x 128 tokens with 6 blocks of 768, matrix products take 68 % of the time of `PackedEncoder`, attention 13 %, and these steps 19 % (profile with `torch.profiler`); for the shortest texts see [latency](latency.md#rejected-alternatives)."""  # noqa: E501
 REFERENCE = ("sentence-transformers", "float32")
-MODELS = {"bundled": "Bundled encoder", "768x6": "6 blocks of 768"}
+MODELS = {"bundled": "Bundled encoder, 4 blocks of 384", "768x6": "6 blocks of 768"}
 # Formats of `neobert export` and the path of an export relative to the directory of a model.
 EXPORTS = {
     "onnx": ["onnx", "--precisions", "fp32", "int8"],
