@@ -86,6 +86,14 @@ def test_training_rows_are_limited():
     assert tfidf.predictions.tolist() == ["yes", "no", "no", "yes"]
 
 
+def test_training_characters_are_limited(monkeypatch):
+    """The sample of the linear model ends before its texts exceed the number of characters."""
+    characters = 20 * max(map(len, TEXTS))
+    monkeypatch.setattr(baselines, "MAX_TRAIN_CHARACTERS", characters)
+    _, tfidf = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
+    assert 20 <= tfidf.train_rows <= characters // min(map(len, TEXTS)) < 60
+
+
 @pytest.mark.parametrize(("texts", "labels"), [(TEXTS, ["a"] * 60), ([" "] * 60, LABELS)])
 def test_linear_baseline_is_skipped_if_it_cannot_be_fitted(texts, labels):
     """Only the constant baseline is returned if the linear model cannot be fitted."""
