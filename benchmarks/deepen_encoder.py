@@ -3,11 +3,11 @@
     python -m benchmarks.deepen_encoder runs/student --texts texts.jsonl --position 2 --gates 512 \
         --output runs/deeper
 
-The inserted block is a copy of the block that it precedes, whose outputs are zero, so the deeper
-encoder has the same embeddings (LLaMA Pro, arXiv 2401.02415). Fewer gates make all blocks cheaper:
-those are kept that reproduce the output of a feed-forward layer best on the texts, and the down
-projection is fitted again by ridge regression. Continue the training of the result with
-`neobert distill --init-from`.
+The script inserts a copy of a block before the block. The output projections of the copy are zero,
+so the deeper encoder has the same embeddings (LLaMA Pro, arXiv 2401.02415). Fewer gates make all
+blocks cheaper. The script keeps the gates that best reproduce the output of a feed-forward layer on
+the texts, and fits the down projection again by ridge regression. Continue the training of the
+result with `neobert distill --init-from`.
 """
 
 import copy
@@ -172,7 +172,7 @@ def remove_gates(feed_forward: Any, inputs: torch.Tensor, count: int) -> float:
 
 @torch.no_grad()
 def insert_block(model: Any, position: int) -> None:
-    """Insert a copy of a block before it, whose outputs are zero, so the model is unchanged."""
+    """Insert a copy of a block before the block; its outputs are zero, so nothing changes."""
     block = copy.deepcopy(model.transformer_encoder[position])
     block.wo.weight.zero_()
     block.ffn.w3.weight.zero_()
@@ -207,6 +207,8 @@ def deepen_encoder(options: DeepenOptions) -> list[float]:
 
     # Texts at equal distances represent all parts of the file.
     texts = [row["text"] for row in rows(options.texts, texts=["text"])]
+    if not texts:
+        raise UserError(f"`texts` must contain at least one text, got none in {options.texts}.")
     texts = texts[:: -(-len(texts) // options.max_texts)]
     token_ids = encoder.tokenizer(texts, truncation=True, max_length=encoder.max_seq_length)
     errors = []

@@ -55,7 +55,7 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
     try:
         result = torch.device(chosen)
         torch.empty(0, device=result)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise UserError(
             f"`device` must be a device of this machine, got {chosen} ({one_line(error)})."
         ) from None

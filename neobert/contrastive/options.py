@@ -168,7 +168,10 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
     sources = [PairSource.from_entry(entry) for entry in data.datasets]
     for path in data.pairs:
         if not Path(path).is_file():
-            raise UserError(f"`pairs` must contain files, but there is no file {path}.")
+            raise UserError(
+                f"`pairs` must be files, got {path}. List datasets of the Hub under `datasets` in "
+                "a recipe."
+            )
         # "pairs.jsonl.gz" has the name "pairs".
         name = Path(path).name.split(".")[0]
         sources.append(PairSource(name=name, path=path, instruction=instructions.instruction))

@@ -14,7 +14,7 @@ from sentence_transformers import models as modules  # type: ignore[attr-defined
 
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
-from ..common.loading import WEIGHT_DTYPES, copy_code
+from ..common.loading import WEIGHT_DTYPES, copy_code, vocabulary_size
 from ..common.pooling import save_for_all_versions
 from ..configuration_neobert import NeoBERTConfig
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
@@ -118,7 +118,7 @@ def _new_student(
     fields = {
         "max_position_embeddings": max(512, options.max_length),
         **fields,
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
     }
     try:

@@ -1,1 +1,1 @@
-"""GLUE fine-tuning (docs/finetuning.md, docs/glue.md)."""
+"""Fine-tuning on your own data and on GLUE (docs/finetuning.md, docs/glue.md)."""

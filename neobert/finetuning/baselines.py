@@ -115,7 +115,8 @@ def baseline_results(
         test_labels: Labels of the test rows.
         metric: Key of `METRICS`.
         regression: Whether labels are floats.
-        max_train_rows: Maximum number of training rows. A seeded sample is used if there are more.
+        max_train_rows: Maximum number of training rows of the linear model, whose characters are
+            limited, too. A seeded sample is used if there are more.
 
     Returns:
         The result of a constant prediction, then the result of a linear model on TF-IDF features.

@@ -176,10 +176,11 @@ class Baselines:
         baselines = fit_baselines(
             _texts(train), _labels(train), _texts(test), regression=is_regression
         )
-        # The linear model learns from the same number of rows as that on TF-IDF features.
-        if len(train) > MAX_TRAIN_ROWS:
+        # The linear model learns from the same rows as that on TF-IDF features.
+        count = min(MAX_TRAIN_ROWS, baselines[-1].train_rows)
+        if len(train) > count:
             order = np.random.default_rng(0).permutation(len(train))
-            train = train.select(order[:MAX_TRAIN_ROWS])
+            train = train.select(order[:count])
         # scikit-learn refuses to fit a linear model on a single label.
         if len(np.unique(_labels(train), axis=0)) > 1:
             baselines.append(self._embedding_baseline(train, metric))

@@ -187,7 +187,7 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
     names = _class_names(source, label_columns)
     for row in data.rows(source, [*text_columns, *label_columns]):
         row_texts = tuple(row[name] for name in text_columns)
-        values = [_parsed(row[name]) for name in label_columns]
+        values = [parsed_list(row[name]) for name in label_columns]
         # `datasets` stores a missing class label as -1.
         if names and isinstance(values[0], int) and values[0] < 0:
             values = [None]
@@ -288,14 +288,14 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _parsed(value: Any) -> Any:
+def parsed_list(value: Any) -> Any:
     """Return a value. A list in JSON, as a cell of a table contains it, is parsed."""
     if isinstance(value, str) and value.startswith("["):
         try:
-            parsed = json.loads(value)
+            items = json.loads(value)
         except ValueError:
             return value
-        return parsed if isinstance(parsed, list) else value
+        return items if isinstance(items, list) else value
     return value
 
 
@@ -351,7 +351,7 @@ def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
     # Lists are tags if the text is a list of words, or if they contain spans. Others are sets of
     # labels.
     if all(isinstance(value, list) for value in raw.labels):
-        is_split = all(isinstance(_parsed(text), list) for (text, *_) in raw.texts)
+        is_split = all(isinstance(parsed_list(text), list) for (text, *_) in raw.texts)
         items = [item for value in raw.labels for item in value]
         has_spans = bool(items) and all(isinstance(item, dict) for item in items)
         return TOKENS if is_split or has_spans else MULTI_LABEL
@@ -480,7 +480,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         return text, tags, words, lost
 
     # A csv file has tokens and tags as JSON lists, or as texts separated by spaces.
-    tokens = _parsed(text)
+    tokens = parsed_list(text)
     tokens = tokens.split() if isinstance(tokens, str) else tokens
     tags = value.split() if isinstance(value, str) else value
     is_list = isinstance(tokens, list) and isinstance(tags, list)

@@ -11,7 +11,7 @@ from ..common.files import read_json
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import write_result
 from ..common.tables import markdown_table
-from .baselines import MAX_TRAIN_ROWS
+from .baselines import MAX_TRAIN_CHARACTERS, MAX_TRAIN_ROWS
 from .tasks import TASKS
 
 
@@ -25,7 +25,8 @@ NOTE = (
 BASELINE_NOTE = (
     "Baselines on the same rows: the majority class (regression: the mean label), and logistic "
     "(regression: ridge) regression on TF-IDF features of words and characters, fitted on at most "
-    f"{MAX_TRAIN_ROWS:,} training rows. ± is the standard error over dev rows."
+    f"{MAX_TRAIN_ROWS:,} training rows with {MAX_TRAIN_CHARACTERS:,} characters. ± is the standard "
+    "error over dev rows."
 )
 
 

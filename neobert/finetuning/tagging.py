@@ -20,8 +20,9 @@ Bounds = list[tuple[int, int]]
 OUTSIDE = "O"
 # In scripts without spaces every character is a word.
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-# Marks, such as the vowel signs of Hindi and combining accents, are parts of words, but not of \w.
-_MARKS = "".join(
+# Marks, such as the vowel signs of Hindi and combining accents, and joiners are parts of words, but
+# not of \w.
+_MARKS = "\u200c\u200d" + "".join(
     chr(code) for code in range(0x10000) if unicodedata.category(chr(code)).startswith("M")
 )
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}](?:[^\W{_CJK}]|[{_MARKS}])*|[^\w\s]")

@@ -28,7 +28,7 @@ from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import Output, differences
 from ..encoding.manifest import Truncation
-from ..finetuning.rows import TOKENS
+from ..finetuning.rows import TOKENS, parsed_list
 from .classifier import PackedClassifier, TaskRecord
 from .options import OPTIONS, PredictOptions
 from .table import FORMATS, Table, output_columns
@@ -274,7 +274,7 @@ class Prediction:
         """Return whether a column contains lists of words; the first row decides."""
         for file in self.files:
             for _, row in data.numbered_rows(file, [column]):
-                return isinstance(row[column], list)
+                return isinstance(parsed_list(row[column]), list)
         return False
 
     def _read_parts(self) -> Iterator[tuple[int, data.File, list[tuple[int, Any]] | None]]:
@@ -322,16 +322,22 @@ class Prediction:
                 )
             # The columns of the output are those of the first row. In .jsonl, each row has its own.
             added = [name for name in row if name not in columns]
-            if self.format == ".jsonl":
-                added = [name for name in added if name in self.table.prediction_columns]
-            if added:
+            conflicts = [name for name in added if name in self.table.prediction_columns]
+            if conflicts:
+                raise UserError(
+                    f"{file.url}, row {number + 1:,}: the column {conflicts[0]!r} has the name of "
+                    "a prediction. Rename the column."
+                )
+            if added and self.format != ".jsonl":
                 raise UserError(
                     f"{file.url}, row {number + 1:,}: the first row has no column {added[0]!r}, so "
-                    "the output would lack it. Add the column to the first row, or rename it."
+                    "the output would lack it. Add the column to the first row, or write to .jsonl."
                 )
 
             # A pair with only one text has no prediction either.
             values = [row[name] for name in classifier.task.text_columns]
+            if classifier.task.name == TOKENS:
+                values = [parsed_list(value) for value in values]
             if any(_is_missing(value) for value in values):
                 continue
             for value in values:

@@ -92,7 +92,6 @@ def prepare(run: PretrainingRun) -> None:
         tokenizer = _choose_tokenizer(run, locate_start(run))
         for name in run.datasets:
             tokenized_texts(run, name, tokenizer)
-        _remove_start(run)
 
 
 def evaluate(run: PretrainingRun) -> dict[str, float]:
@@ -106,9 +105,7 @@ def evaluate(run: PretrainingRun) -> dict[str, float]:
         setup = Setup.from_run(run)
         trainer = setup.make_trainer(train_dataset=None)
         setup.model.to(trainer.args.device)  # type: ignore[arg-type]
-        metrics = trainer.validation_metrics() | trainer.evaluate_start()
-        _remove_start(run)
-    return metrics
+        return trainer.validation_metrics() | trainer.evaluate_start()
 
 
 def train(run: PretrainingRun) -> dict[str, float]:
@@ -132,14 +129,17 @@ def train(run: PretrainingRun) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _locked_start(run: PretrainingRun) -> Iterator[None]:
-    """Lock the output directory if a raw checkpoint is converted in it.
+    """Lock the output directory if a raw checkpoint is converted in it, and remove the copy.
 
-    A run that trains there holds the same lock, and needs its own converted copy until its end.
+    A run that trains there holds the same lock, and needs its own copy until its end.
     """
     start = run.options.model.init_from
-    needs_lock = start is not None and is_raw_checkpoint(start) and is_main()
-    with locked(run.options.output_folder) if needs_lock else contextlib.nullcontext():
+    if start is None or not is_raw_checkpoint(start) or not is_main():
         yield
+        return
+    with locked(run.options.output_folder):
+        yield
+        _remove_start(run)
 
 
 def _remove_start(run: PretrainingRun) -> None:

@@ -200,9 +200,10 @@ def run_output(run: PretrainingRun) -> Output:
 
     # The texts may have been prepared in the output directory before the run.
     beside: Sequence[str] = ()
-    prepared = options.prepared_folder
-    if prepared.is_relative_to(options.output_folder):
-        beside = prepared.relative_to(options.output_folder).parts[:1]
+    folder = options.output_folder.resolve()
+    prepared = options.prepared_folder.resolve()
+    if prepared.is_relative_to(folder):
+        beside = prepared.relative_to(folder).parts[:1]
     return Output(options.output_folder, "pretrain", settings, beside=beside)
 
 

@@ -104,8 +104,8 @@ class _LogAndEvaluate(TrainerCallback):
 class PretrainingTrainer(RunTrainer, Trainer):
     """Trainer over `MicroBatches` or `StreamedBatches`, whose items are complete micro-batches.
 
-    Every `logging_steps` steps, at every checkpoint and at the end, it logs over all processes:
-    loss (mean over the masked tokens), masked_accuracy, learning_rate, grad_norm,
+    Every `logging_steps` steps, at every evaluation and checkpoint, and at the end, it logs over
+    all processes: loss (mean over the masked tokens), masked_accuracy, learning_rate, grad_norm,
     tokens_per_second, tokens_seen, epoch (number of epochs over the texts), and mfu if
     `peak_tflops` is set.
 

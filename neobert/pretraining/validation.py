@@ -108,7 +108,7 @@ def evaluate_batches(
     Args:
         model: Masked language model.
         batches: Micro-batches with labels, which are distributed over the processes.
-        characters: Result of `token_characters`, (len(tokenizer),).
+        characters: Result of `token_characters`, (`vocabulary_size(tokenizer)`,).
         accelerator: Accelerator of the run.
 
     Returns:

@@ -15,8 +15,8 @@ API_KEY_VARIABLE = "NEOBERT_API_KEY"
 # Maximum number of texts per request, as in the API of OpenAI, and of characters per text.
 MAX_TEXTS = 2048
 MAX_CHARACTERS = 100_000
-# Maximum number of characters of all texts or pairs of a request, whose tokens would otherwise take
-# gigabytes of memory. Every pair of a rerank request contains the query.
+# Maximum number of characters of all texts of a request. The tokens of more would take gigabytes of
+# memory. Each pair of a rerank request counts the query again.
 MAX_TOTAL_CHARACTERS = 10_000_000
 MAX_REQUEST_BYTES = 32 * 2**20
 

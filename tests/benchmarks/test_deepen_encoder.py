@@ -17,7 +17,7 @@ TEXTS = [f"the {color} bird sings in tree {i}" for i in range(12) for color in (
 
 @pytest.fixture
 def folder(tmp_path, tokenizer_dir):
-    """Return the directory of an encoder with 3 blocks of 32 gates, of which 20 have an effect."""
+    """Return the directory of an encoder with 3 blocks of 32 gates, of which 21 have an effect."""
     torch.manual_seed(0)
     config = NeoBERTConfig(
         hidden_size=32,

@@ -299,7 +299,7 @@ def test_tensorboard_logs_are_kept(model_folder, tmp_path):
 
 
 def test_a_validation_file_belongs_to_the_identity_of_a_run(model_folder, tmp_path):
-    """With a validation file, the training data is other data, because nothing is held out."""
+    """A validation file changes the identity of a run, because no queries are held out then."""
     write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": "a", "positive": "b"}])
     pairs = str(tmp_path / "pairs.jsonl")
     identities = []

@@ -46,6 +46,8 @@ def test_split_words():
     ]
     # Combining marks are parts of words: vowel signs of Hindi, and accents.
     assert words_of("नरेन्द्र मोदी गए") == ["नरेन्द्र", "मोदी", "गए"]
+    joined = "\u0915\u094d\u092f\u093e\u200d\u0924"
+    assert words_of(joined) == [joined]
     assert words_of("Jose\u0301 ist") == ["Jose\u0301", "ist"]
     assert words_of("東京 ist 大きい") == ["東", "京", "ist", "大", "き", "い"]
     assert words_of(" \n") == []

@@ -312,6 +312,13 @@ def test_lists_of_words_get_tags(tmp_path, tagger):
     assert predictions[0]["prediction"] == texts[0]["prediction"]
     assert len(predictions[0]["predicted_tags"]) == 3
 
+    # A cell of a csv file contains the list in JSON.
+    (tmp_path / "rows.csv").write_text('text\n"[""the"", ""good"", ""film""]"\n')
+    arguments = [str(tmp_path / "rows.csv"), str(tmp_path / "csv.jsonl")]
+    command.main([*arguments, "--model", str(tagger), "--dtype", "float32"])
+    (row,) = map(json.loads, (tmp_path / "csv.jsonl").read_text().splitlines())
+    assert row["predicted_tags"] == predictions[0]["predicted_tags"]
+
 
 def test_entity_positions_with_windows(tmp_path, tagger):
     """With windows, the words after the model's maximum length are tagged, too.
@@ -586,12 +593,13 @@ def test_the_record_replaces_no_file_of_the_user(tmp_path, model):
     options = ["--model", str(model), "--dtype", "float32"]
     with pytest.raises(UserError, match="out.csv.json"):
         command.main([str(record), str(tmp_path / "out.csv"), *options])
+    assert record.read_bytes() == content
 
     write_jsonl(tmp_path / "rows.jsonl", rows_of(TEXTS))
     record.write_text('["mine"]')
     with pytest.raises(UserError, match="already exists, and was not written by neobert predict"):
         command.main([str(tmp_path / "rows.jsonl"), str(tmp_path / "out.csv"), *options])
-    assert record.read_text() == '["mine"]' and content
+    assert record.read_text() == '["mine"]'
     assert not (tmp_path / "out.csv").exists()
 
 

@@ -31,6 +31,7 @@ from helpers.raw_checkpoint import write_raw_checkpoint
 from neobert import cli, modeling_neobert
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import Stopped, UserError
+from neobert.common.folders import LOCK, locked
 from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
@@ -39,6 +40,7 @@ from neobert.pretraining import model as model_module
 from neobert.pretraining import sources
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.model import START, read_config
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.run import run_output
 from neobert.pretraining.streaming import StreamedBatches
@@ -86,6 +88,72 @@ def test_loss_falls_and_all_metrics_are_logged(corpus, tmp_path):
     )
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert model.config.hidden_size == 32, "the final model must load"
+
+
+def test_every_evaluated_step_is_logged(corpus, tmp_path):
+    """Check that a log record ends at every evaluation, and counts the tokens of its steps only.
+
+    The speed is then that of the steps between two evaluations.
+    """
+    options = {"logging_steps": 100, "eval_strategy": "steps", "eval_steps": 2}
+    validation = {"validation": corpus / "validation.txt"}
+    pretrain.train(
+        pretrain.read_run(arguments_of(corpus, tmp_path / "out", **options, **validation))
+    )
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    records = [record for record in log if "loss" in record]
+    assert [record["step"] for record in records] == [2, 4, 6, 8]
+    tokens = [record["tokens_seen"] for record in records]
+    assert tokens[0] > 0 and tokens == sorted(set(tokens))
+
+
+def test_a_glob_that_matches_the_output_is_refused(corpus, tmp_path):
+    """Check that files of the output cannot become texts of the next run."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a text"}\n')
+    values = {"dataset": f"{tmp_path}/**/*.jsonl", "prepared": corpus / "prepared"}
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", **values))
+    with pytest.raises(UserError, match="must not contain files that the glob"):
+        pretrain.execute(run)
+
+
+@pytest.mark.parametrize("command", ["prepare", "evaluate_only"])
+def test_the_copy_of_a_raw_checkpoint_is_locked(corpus, tmp_path, command):
+    """Check that a command does not replace the converted copy of a run that trains there."""
+    values = {
+        "init_from": ROOT / "examples" / "checkpoint",
+        "validation": corpus / "validation.txt",
+        command: "true",
+    }
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", model_config=None, **values))
+    copy = tmp_path / "out" / START
+    copy.mkdir(parents=True)
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="in use by another run"):
+        pretrain.execute(run)
+    assert copy.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({}, 64),
+        ({"max_length": 32}, 32),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+    ],
+)
+def test_model_config_changes_the_context_of_the_initial_model(tmp_path, fields, context):
+    """Check that the fields of `model_config` apply under any of their names."""
+    NeoBERTConfig(**TINY).save_pretrained(tmp_path)
+    assert read_config(fields, str(tmp_path)).context_length == context
+
+
+@pytest.mark.parametrize(
+    ("prepared", "allowed"), [("data/tokens", {"data"}), ("tokens", {"tokens"}), ("../x", set())]
+)
+def test_prepared_texts_may_be_anywhere_in_the_output(corpus, tmp_path, prepared, allowed):
+    """Check which directories the output may contain before the run."""
+    out = tmp_path / "out"
+    run = pretrain.read_run(arguments_of(corpus, out, prepared=out / prepared))
+    assert run_output(run).beside - {LOCK} == allowed
 
 
 def test_output_is_locked_before_loading_texts_and_model(corpus, tmp_path, monkeypatch):

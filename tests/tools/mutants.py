@@ -50,7 +50,7 @@ def read_mutants(files=()):
         tables = [TABLES / Path(file).with_suffix(".json") for file in files]
     for table in tables:
         if not table.is_file():
-            raise SystemExit(f"There is no {table.relative_to(ROOT)}, the mutants of this file.")
+            raise SystemExit(f"This file has no mutants: {table.relative_to(ROOT)} does not exist.")
     mutants = []
     for table in tables:
         file = table.relative_to(TABLES).with_suffix(".py").as_posix()
