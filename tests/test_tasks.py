@@ -47,7 +47,10 @@ SMALL = {
         "runs/adapted/model.safetensors",
     ),
     "train a tokenizer": ([[]], "runs/tokenizer/tokenizer.json"),
-    "serve over HTTP, with the APIs of OpenAI, Cohere and TEI": ([[]], "serves"),
+    "serve over HTTP, with the APIs of OpenAI, Cohere and Text Embeddings Inference": (
+        [[]],
+        "serves",
+    ),
     "export to ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
     "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
     "fine-tune on GLUE's tasks or data of that form": (
