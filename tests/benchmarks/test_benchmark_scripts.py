@@ -58,6 +58,7 @@ def test_in_a_process():
         in_a_process(os._exit, 9)
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_exit_code_2_for_bad_input():
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", "--layer", "3"],
@@ -232,6 +233,7 @@ def test_forward_operations():
     assert forward_operations(NeoBERTForMaskedLM(config), [10, 4], predicted=3) == expected
 
 
+@pytest.mark.slow
 def test_the_training_table(tmp_path, monkeypatch):
     """The result files have one row per layout, and ratios to the last layout."""
     monkeypatch.setattr(training, "in_a_process", here)

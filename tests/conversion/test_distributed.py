@@ -24,6 +24,7 @@ def distributed(tmp_path_factory):
     return write_distributed(tmp_path_factory.mktemp("distributed"), "fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_all"])
 def test_fsdp(distributed, name):
     """Check that the parts of two processes are assembled to the original tensors."""

@@ -199,6 +199,7 @@ def test_scripts_with_benchmarks_start_in_a_clone(name, tmp_path):
     assert process.returncode == 0 and "--output" in process.stdout, process.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_missing_wordnet_is_reported_in_one_line(tmp_path):
     code = (
         "import runpy, sys, benchmarks.local_text as text; "

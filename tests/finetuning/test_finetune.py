@@ -125,6 +125,7 @@ def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
     assert resumed["fine_tuned"] == result["fine_tuned"]
 
 
+@pytest.mark.slow
 def test_multi_label_classification(tmp_path):
     """Check a multi-label classification: metric, baselines, configuration and plot."""
     result = runs.run(tmp_path, runs.multi_label_rows())
@@ -135,6 +136,7 @@ def test_multi_label_classification(tmp_path):
     assert (tmp_path / "out" / "label_f1.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_regression(tmp_path, lora):
     """Labels far from 0 can be learned, and the saved model predicts them in their original unit.
@@ -181,6 +183,7 @@ def test_token_classification_with_character_spans(tmp_path):
     assert entities == [("mary smith", "PER"), ("rome", "LOC")]
 
 
+@pytest.mark.slow
 def test_lora_and_early_stopping(tmp_path):
     """A run with LoRA stops early, saves its adapter, and saves the merged model."""
     pytest.importorskip("peft")
@@ -192,6 +195,7 @@ def test_lora_and_early_stopping(tmp_path):
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_zero_shot_classification_with_pairs(tmp_path):
     """A model fine-tuned on pairs with the labels of NLI works in the zero-shot pipeline."""
     columns = ["--text-column", "premise", "hypothesis"]

@@ -64,6 +64,7 @@ def test_compiled_run_matches_eager_run(corpus, tmp_path, monkeypatch):
         torch.testing.assert_close(compiled[name], weight, atol=1e-3, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_run_resumes_with_compiled_blocks(corpus, tmp_path, monkeypatch):
     """A run that started without compilation may be resumed with `compile`."""
     torch._dynamo.reset()

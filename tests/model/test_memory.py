@@ -62,6 +62,7 @@ def test_growth_is_none_without_memory_statistics(monkeypatch):
     assert peak.growth is None, "The growth must be None if it cannot be measured."
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="keep_freed_memory changes options of glibc only"
 )
