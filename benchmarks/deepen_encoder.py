@@ -13,7 +13,6 @@ result with `neobert distill --init-from`.
 import copy
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ from neobert.common.folders import check_new
 from neobert.common.options import OptionGroup, OptionParser, option
 from neobert.common.packing import pack
 from neobert.distillation.transfer import ridge
-from neobert.embeddings.packed_encoder import load_sentence_transformer
+from neobert.embeddings.packed_encoder import load_sentence_transformer, token_batches
 
 
 # Number of gates that are removed at once. The others are then ranked again.
@@ -86,23 +85,12 @@ def feed_forward_inputs(model: Any, number: int, token_ids: list[list[int]]) -> 
     feed_forward = model.transformer_encoder[number].ffn
     hook = feed_forward.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
     try:
-        for batch in _batches(token_ids):
-            model(**pack(batch))
+        lengths = [len(ids) for ids in token_ids]
+        for indices in token_batches(lengths, TOKENS_PER_BATCH, is_padded=False):
+            model(**pack([token_ids[index] for index in indices]))
     finally:
         hook.remove()
     return torch.cat(inputs)
-
-
-def _batches(token_ids: list[list[int]]) -> Iterator[list[list[int]]]:
-    """Divide texts into batches of about TOKENS_PER_BATCH tokens."""
-    batch: list[list[int]] = []
-    for ids in token_ids:
-        batch.append(ids)
-        if sum(map(len, batch)) >= TOKENS_PER_BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def select_gates(activations: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,7 +160,7 @@ def remove_gates(feed_forward: Any, inputs: torch.Tensor, count: int) -> float:
 
 @torch.no_grad()
 def insert_block(model: Any, position: int) -> None:
-    """Insert a copy of a block before the block; its outputs are zero, so nothing changes."""
+    """Insert a copy of a block before it. The copy adds nothing, so the model is unchanged."""
     block = copy.deepcopy(model.transformer_encoder[position])
     block.wo.weight.zero_()
     block.ffn.w3.weight.zero_()
@@ -236,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     """Write the deeper encoder, and return the exit code."""
     options = PARSER.read(sys.argv[1:] if argv is None else argv).deeper
     for number, error in enumerate(deepen_encoder(options)):
-        print(f"block {number}: {100 * error:.1f} % of the output of the feed-forward unexplained")
+        print(f"block {number}: {100 * error:.1f} % of the feed-forward output is unexplained")
     return 0
 
 

@@ -174,14 +174,14 @@ def main(options: LatencyOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
             if neobert_main(arguments):
                 raise UserError(f"the export of {model} failed; its message is above.")
             data[name] = measure_model(options, model, graphs)
-            digests.append(f"{name}: `{model_digest(model)}`")
+            digests.append(f"encoder `{model_digest(model)}` ({name})")
 
     page = (
+        f"Models: {', '.join(digests)}.\n\n"
         "The tables contain the median processor time of one call in milliseconds. The last two "
         "columns are the ratios of `PackedEncoder` to ONNX Runtime in the same precision; below 1, "
         "`PackedEncoder` is faster.\n"
     )
-    page = f"Digests of the models: {', '.join(digests)}.\n\n{page}"
     for name, rows in data.items():
         page += f"\n## {name}\n\n{table(rows)}\n"
     page += f"\n{REJECTED_ALTERNATIVES}"

@@ -33,6 +33,7 @@ from neobert.common.commands import guarded
 from neobert.common.constants import TOKENIZER
 from neobert.common.environment import environment_line, hardware
 from neobert.common.errors import UserError, one_line
+from neobert.common.identity import model_digest
 from neobert.common.loading import load_tokenizer
 from neobert.common.measures import PeakMemory
 from neobert.common.options import OptionGroup, option
@@ -393,11 +394,13 @@ def page(
     names = ["CPU", "Engine", "Precision"]
     size_columns = ["Worst cosine", "Memory (MiB)", "Size on disk (MiB)"]
     quartile_columns = [f"{name}, quartiles" for name in columns]
+    digest = model_digest(str(Files(Path(options.files)).model))
     parts = [
         f"Non-padding tokens per second, median over {options.repeats} passes. "
-        f"{', '.join(counts)}. Model: {options.files}. Worst cosine: the lowest cosine similarity "
-        "of a mean-pooled embedding to that of torch in float32. Memory: peak beyond the process "
-        "without a model, including loading and the search for the batch size.",
+        f"{', '.join(counts)}. Model: {options.files}, encoder `{digest}`. Worst cosine: the "
+        "lowest cosine similarity of a mean-pooled embedding to that of torch in float32. Memory: "
+        "peak beyond the process without a model, including loading and the search for the batch "
+        "size.",
         markdown_table([*names, *columns, *size_columns], speeds),
         "## Speedup over torch in float32",
         "Ratios of speeds that are divided by the speed of a float32 matrix product beside every "

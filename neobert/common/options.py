@@ -544,8 +544,8 @@ def convert(
     values = {}
     for name, value in section.items():
         if name not in hints:
-            known_names = suggestion(str(name), hints, known=known)
-            raise UserError(f"unknown key {name!r}{where}.{known_names}")
+            remedy = suggestion(str(name), hints, known=known)
+            raise UserError(f"unknown key {name!r}{where}.{remedy}")
 
         hint = hints[name]
         # The words of YAML and Python for an optional value that is not set.

@@ -32,6 +32,12 @@ RESULT = "result.json"
 _FINAL = ".final.tmp"
 
 
+def is_record_of(command: str, content: Any) -> bool:
+    """Return whether the content of a JSON file is the record of a run of a command."""
+    # A file of another program may contain any JSON.
+    return isinstance(content, dict) and content.get("neobert") == command
+
+
 def differences(previous: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Return the differences between two dicts as text, "seed 1, now 2", or "" if there is none."""
     changes = [
@@ -87,7 +93,7 @@ class Output:
         # A run has either record. Both have the same form, see `claim` and `finish`.
         record_path = self.result if self.result.name in names else self.folder / RUN
         record = read_json(record_path) if record_path.name in names else {}
-        if isinstance(record, dict) and record.get("neobert") == self.command:
+        if is_record_of(self.command, record):
             changes = differences(record["settings"], self.settings)
             if not changes:
                 return "finished" if record_path == self.result else "unfinished"

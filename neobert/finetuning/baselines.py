@@ -158,6 +158,7 @@ def fit_baselines(
     order = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
     sizes = [sum(map(len, _parts(train_texts[i]))) for i in order]
     count = int(np.searchsorted(np.cumsum(sizes), MAX_TRAIN_CHARACTERS, side="right"))
+    # A linear model needs two labels, and so at least two rows.
     sample = order[: max(2, count)]
     if len(sample) < len(labels):
         texts = [train_texts[i] for i in sample]

@@ -8,6 +8,7 @@ import pandas
 
 from ..common.environment import environment
 from ..common.files import read_json
+from ..common.output import is_record_of
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import write_result
 from ..common.tables import markdown_table
@@ -35,7 +36,7 @@ def finished_runs(output: str | Path) -> list[tuple[Path, dict[str, Any]]]:
     runs = []
     for path in sorted(Path(output).glob("*/*/*/result.json")):
         result = read_json(path)
-        if isinstance(result, dict) and result.get("neobert") == "glue":
+        if is_record_of("glue", result):
             runs.append((path.parent, result))
     return runs
 

@@ -26,7 +26,7 @@ from ..common.folders import check_disjoint, new_file
 from ..common.identity import model_digest
 from ..common.loading import check_model
 from ..common.options import identity, log_options
-from ..common.output import Output, differences
+from ..common.output import Output, differences, is_record_of
 from ..encoding.manifest import Truncation
 from ..finetuning.rows import TOKENS, parsed_list
 from .classifier import PackedClassifier, TaskRecord
@@ -176,7 +176,7 @@ class Prediction:
         # A file without a record of this command is never replaced, nor is another file that has
         # the name of the record.
         record: Any = read_json(self.record_path) if self.record_path.is_file() else None
-        is_own = isinstance(record, dict) and record.get("neobert") == COMMAND
+        is_own = is_record_of(COMMAND, record)
         if record is not None and not is_own:
             raise UserError(
                 f"{self.record_path} already exists, and was not written by neobert predict. "
@@ -311,6 +311,7 @@ class Prediction:
     ) -> Summary:
         """Predict the rows of a part and store them; the .json file with the summary is last."""
         columns = self.table.input_columns
+        known_columns = set(columns)
         texts = []
         # Index in the part of each row that has a text.
         indices = []
@@ -321,7 +322,7 @@ class Prediction:
                     f"{file.url}, row {number + 1:,}: there is no column {missing[0]!r}."
                 )
             # The columns of the output are those of the first row. In .jsonl, each row has its own.
-            added = [name for name in row if name not in columns]
+            added = [name for name in row if name not in known_columns]
             conflicts = [name for name in added if name in self.table.prediction_columns]
             if conflicts:
                 raise UserError(

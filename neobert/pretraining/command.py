@@ -31,7 +31,13 @@ from ..training.checkpoints import is_main
 from ..training.run import run_once
 from ..training.run_report import RunReport
 from .batches import MicroBatches
-from .model import START, choose_tokenizer, is_raw_checkpoint, make_model
+from .model import (
+    START,
+    choose_tokenizer,
+    is_raw_checkpoint,
+    make_model,
+    without_vocabulary,
+)
 from .model_card import comparison_table, write_card
 from .run import (
     NothingToMask,
@@ -250,10 +256,7 @@ def evaluate_start(
         trainer: Trainer whose device and processes are used.
     """
     tokenizer = load_tokenizer(start)
-    fields = dict(run.options.model.model_config)
-    # These fields describe the new vocabulary.
-    for name in ("vocab_size", "pad_token_id"):
-        fields.pop(name, None)
+    fields = without_vocabulary(run.options.model.model_config)
     cuda_devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(cuda_devices):
         model = make_model(fields, start, tokenizer, run.training.seed)

@@ -181,6 +181,15 @@ def make_model(
     return NeoBERTForMaskedLM(config)
 
 
+def without_vocabulary(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of NeoBERTConfig without those that describe the vocabulary.
+
+    In a run that replaces the vocabulary of its initial model, they describe the new one.
+    """
+    names = ("vocab_size", "pad_token_id")
+    return {name: value for name, value in model_config.items() if name not in names}
+
+
 def read_config(model_config: Mapping[str, Any], start: str | None) -> NeoBERTConfig:
     """Return the configuration of the model that `make_model` returns, without loading weights.
 

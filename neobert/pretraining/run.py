@@ -18,7 +18,7 @@ from ..common.output import Output
 from ..training.options import number_options
 from .batches import MicroBatches, TokenWindows, boundary_tokens
 from .masking import TokenMasking
-from .model import read_config, start_fingerprint, weights_folder
+from .model import read_config, start_fingerprint, weights_folder, without_vocabulary
 from .options import OPTIONS, BatchOptions, MaskingOptions, PretrainOptions
 from .plans import Plan
 from .prepared import TokenizedTexts, load_prepared, prepare_dataset
@@ -254,14 +254,7 @@ def resolve_options(
     batch = options.batch
     optimization = options.optimization
     if "auto" in (batch.max_length, optimization.learning_rate):
-        # These fields describe the vocabulary that replaces that of the initial model.
-        vocabulary = ("vocab_size", "pad_token_id") if start is not None else ()
-        fields = {
-            name: value
-            for name, value in options.model.model_config.items()
-            if name not in vocabulary
-        }
-        config = read_config(fields, start)
+        config = read_config(without_vocabulary(options.model.model_config), start)
         if batch.max_length == "auto":
             batch = replace(batch, max_length=min(MAX_AUTO_LENGTH, config.context_length))
         if optimization.learning_rate == "auto":
