@@ -97,7 +97,7 @@ test-browser:  ## Test the page of examples/browser in headless Chromium
 	else $(MAKE) browser && node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
 # Installs nothing: python3 with torch, transformers, msgspec and pytest is sufficient.
-gpu:  ## Run everything that needs a GPU, in about 15 minutes
+gpu:  ## Run everything that needs a GPU, in under 20 minutes
 	bash benchmarks/gpu.sh
 
 # Uses tiny models and only the packages of a bare GPU machine.
