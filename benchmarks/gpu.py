@@ -45,7 +45,7 @@ def targets(rows: Sequence[dict[str, Any]], memory: Sequence[Mapping[str, Any]])
         what = f"{int(name):,} tokens: fraction of the speed of a bf16 matrix product"
         lines.append((what, 0.5, best(name, "share_of_gemm")))
 
-    speedups = ratios(rows)
+    speedups = ratios(rows, "sdpa")
     for name in ("normal-256", "normal-4096", "short"):
         value = speedups.get(name, {}).get("neobert/padded")
         result = None if value is None else value["ratio"]

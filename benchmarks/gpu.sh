@@ -6,7 +6,7 @@
 #   bash benchmarks/gpu.sh --rehearse     # the same commands on the CPU, tiny
 #
 # The script installs nothing and needs no network: Python with torch, transformers, msgspec and pytest is sufficient. The results are written to
-# $OUT (by default results/gpu), and a second call runs the steps that have not finished. Set NEOBERT_COMMIT=abc1234 for a copy without git.
+# $OUT (by default runs/gpu), and a second call runs the steps that have not finished. Set NEOBERT_COMMIT=abc1234 for a copy without git.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The package is imported from the clone, so that nothing has to be installed.
@@ -21,7 +21,7 @@ if [ "${1:-}" = --rehearse ]; then
     peak="--device cpu --layers 1 --lengths 128 --batch 1"
     steps="--device cpu --hidden 64 --layers 1 --tokens 32 --steps 1"
 elif "$python" -c "import sys, torch, transformers, msgspec, pytest; sys.exit(not torch.cuda.is_available())"; then
-    out="${OUT:-results/gpu}" end=$((SECONDS + 1200)) tests="" speed="" peak="" steps=""
+    out="${OUT:-runs/gpu}" end=$((SECONDS + 1200)) tests="" speed="" peak="" steps=""
 else
     echo "gpu.sh needs a GPU and the packages torch, transformers, msgspec and pytest. --rehearse runs the same commands on the CPU." >&2
     exit 2

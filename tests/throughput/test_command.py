@@ -14,7 +14,7 @@ import torch
 from neobert.common import measures
 from neobert.common.errors import UserError
 from neobert.throughput import command, timing
-from neobert.throughput.command import main, ratios
+from neobert.throughput.command import comparison, main, ratios
 from neobert.throughput.models import (
     MODELS,
     build,
@@ -283,6 +283,18 @@ def test_speedup_is_median_over_repeats():
     row = {"set": "short", "implementation": "sdpa", "tokens_per_second": 100.0}
     mine = {**row, "model": "neobert", "seconds": [1.0, 2.0, 1.0], "real_tokens": 100}
     other = {**row, "model": "bert-base", "seconds": [1.0, 2.0, 3.0], "real_tokens": 50}
-    speedups = ratios([mine, other, {"set": "short", "error": "none"}])
+    speedups = ratios([mine, other, {"set": "short", "error": "none"}], "sdpa")
     # NeoBERT processes twice as many tokens per batch, so the speedups are 2, 2 and 6.
     assert speedups["short"]["bert-base/sdpa"]["ratio"] == 2.0
+
+
+def test_comparison_of_other_implementation():
+    """Runs without sdpa are compared by their first implementation, and single runs not at all."""
+    row = {"set": "2048", "implementation": "compiled", "seconds": [2.0, 2.0], "real_tokens": 100}
+    mine = {**row, "model": "neobert"}
+    other = {**row, "model": "modernbert-base", "seconds": [1.0, 1.0]}
+    page = comparison([mine, other])
+
+    assert page.startswith("## Speedup of NeoBERT (compiled)\n")
+    assert "| 2048 | modernbert-base/compiled | 0.50 | 0.50 to 0.50 |" in page
+    assert comparison([mine]) == ""
