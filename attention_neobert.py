@@ -454,9 +454,10 @@ def longest_sequence(
         )
     if longest > limit:
         logger.warning_once(
-            f"A sequence of {longest} tokens is longer than the {limit} of "
-            "max_position_embeddings and RoPE scaling. Expect worse results, or extend the "
-            "context with rope_scaling={'rope_type': 'yarn', 'factor': ...}."
+            # Without the length of the sequence, so the message and the warning appear once.
+            f"A sequence is longer than the {limit} tokens of max_position_embeddings and RoPE "
+            "scaling. Expect worse results, or extend the context with "
+            "rope_scaling={'rope_type': 'yarn', 'factor': ...}."
         )
     return longest
 

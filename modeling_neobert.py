@@ -412,8 +412,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         tensor = self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
         shape = tensor.shape[:2]
         if position_ids is not None:
-            # From (L,), (1, L) or (B, L).
-            position_ids = position_ids.reshape(-1, shape[1])
+            position_ids = self._check_position_ids(position_ids, shape)
 
         config = self.config
         implementation = config._attn_implementation
@@ -531,6 +530,29 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                     f"{lowest if lowest < 0 else highest}. Use the tokenizer of this model."
                 )
         return tensor
+
+    def _check_position_ids(self, position_ids: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return `position_ids` of shape (L,), (1, L) or (B, L) as (1, L) or (B, L).
+
+        Raises:
+            ValueError: If they have another shape, or there is no learned position for one of them.
+        """
+        shapes = (shape[1:], (1, shape[1]), shape)
+        if not is_tracing() and position_ids.shape not in shapes:
+            raise ValueError(
+                f"`position_ids` must have shape {(1, shape[1])} or {tuple(shape)}, got "
+                f"{tuple(position_ids.shape)}."
+            )
+        if self.config.position_embedding_type == "learned" and has_host_values(position_ids):
+            lowest = position_ids.min().item()
+            highest = position_ids.max().item()
+            limit = self.config.max_position_embeddings
+            if lowest < 0 or highest >= limit:
+                raise ValueError(
+                    f"`position_ids` must be from 0 to {limit - 1}, the last learned position, "
+                    f"got {lowest if lowest < 0 else highest}. Truncate the texts."
+                )
+        return position_ids.reshape(-1, shape[1])
 
     def _kernel(self, implementation: str, device: torch.device) -> str:
         """Return the kernel of packed batches on a device."""

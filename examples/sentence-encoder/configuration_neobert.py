@@ -332,7 +332,7 @@ class NeoBERTConfig(PretrainedConfig):
         """Maximum sequence length, `max_position_embeddings` or its extension by RoPE scaling."""
         rope = self.rope_parameters
         length = self.max_position_embeddings
-        if rope["rope_type"] == "default":
+        if rope["rope_type"] == "default" or self.position_embedding_type == "learned":
             return length
         trained = rope.get("original_max_position_embeddings") or length
         return max(length, int(trained * rope.get("factor", 1)))

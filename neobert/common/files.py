@@ -1,6 +1,6 @@
 """Text, JSON and YAML files, written atomically and without secrets.
 
-YAML files have the numbers and booleans of YAML 1.2 (1e-4 is a number, `no` is text), and `${a.b}`
+YAML files have the floats and booleans of YAML 1.2 (1e-4 is a number, `no` is text), and `${a.b}`
 is replaced by the value of the key b in a. Secrets are the values of options and keys whose name
 ends with token, key, password or secret, and the user in a URL.
 """
@@ -85,8 +85,13 @@ def json_text(data: Any) -> str:
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Write a JSON file atomically, without secrets (see `redacted`)."""
-    write_text(path, json_text(redacted(data)))
+    """Write a JSON file atomically."""
+    write_text(path, json_text(data))
+
+
+def write_record(path: str | Path, data: Any) -> None:
+    """Write a record of a run as a JSON file, atomically and without secrets (see `redacted`)."""
+    write_json(path, redacted(data))
 
 
 # ------------------------------------------------------------------------------------------------

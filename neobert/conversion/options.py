@@ -61,7 +61,7 @@ class FolderOptions(OptionGroup):
     sentence_transformers: bool = option(
         False, "Add the modules of a sentence-transformers model with mean pooling."
     )
-    max_shard_size: str = option(
+    max_shard_size: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(KB|MB|GB|TB)$")] = option(
         "5GB", "Maximum size of a weight file, such as 500MB.", metavar="SIZE"
     )
     license: str | None = option(None, LICENSE_HELP, metavar="NAME")

@@ -20,7 +20,7 @@ from mteb.types import PromptType
 
 from ..common.environment import environment
 from ..common.errors import UserError, one_line
-from ..common.files import write_json
+from ..common.files import write_record
 from ..common.folders import check_folder, locked
 from ..common.identity import model_digest
 from ..common.loading import choose_device
@@ -303,7 +303,7 @@ def evaluate(
         earlier = _earlier_run(folder / f"{name}.json", revision)
         for key in ("scores", "types"):
             report[key] = earlier.get(key, {}) | report[key]
-        write_json(folder / f"{name}.json", report)
+        write_record(folder / f"{name}.json", report)
         write_tables(folder)
     return report
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from ..common.files import read_json, write_json, write_text
+from ..common.files import read_json, write_json, write_record, write_text
 from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.identity import model_digest
 from ..common.loading import copy_code
@@ -82,7 +82,7 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
             "files": {name: file.to_json() for name, file in export.files.items()},
             **export.settings,
         }
-        write_json(folder / "export.json", report)
+        write_record(folder / "export.json", report)
 
 
 def _config(source: SourceModel, files: Mapping[str, GraphFile]) -> dict[str, Any]:

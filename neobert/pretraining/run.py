@@ -291,18 +291,18 @@ def _steps_of_epochs(
     shares = shares_of(run.sources)
     micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
 
-    # Sizes are in sequences, in tokens, or in micro-batches. Micro-batches of complete sequences
-    # have fewer tokens than `micro_batch_tokens`, so they are counted where an epoch has a fixed
-    # order.
-    if batch.micro_batch_tokens is None:
-        micro_batch = batch.micro_batch_size or 1
-        sizes = [len(part) for part in windows]
-    elif shares or batch.mixture:
-        micro_batch = batch.micro_batch_tokens
-        sizes = [int(part.lengths(np.arange(len(part))).sum()) for part in windows]
-    else:
+    # Sizes are in micro-batches, in sequences or in tokens. Micro-batches have fewer tokens than
+    # `micro_batch_tokens`, and the last one of an epoch is smaller, so they are counted where an
+    # epoch has a fixed order.
+    if not shares and not batch.mixture:
         micro_batch = 1
         sizes = [Plan(windows[0], batch, run.data_seed, 0).batches_of(0)]
+    elif batch.micro_batch_tokens is None:
+        micro_batch = batch.micro_batch_size or 1
+        sizes = [len(part) for part in windows]
+    else:
+        micro_batch = batch.micro_batch_tokens
+        sizes = [int(part.lengths(np.arange(len(part))).sum()) for part in windows]
     return steps_of_epochs(epochs, sizes, shares, micro_batch * micro_batches_per_step)
 
 

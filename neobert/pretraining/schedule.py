@@ -72,16 +72,7 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
 
     # Pinned memory speeds up copies to an accelerator, and torch warns about it without one.
     settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
-    training = training_arguments(options.output.output, settings, fixed)
-
-    # Trainer would use DataParallel, which splits batches along their first dimension. A packed
-    # batch has a single row.
-    if training.n_gpu > 1:
-        raise UserError(
-            f"a process must use one GPU, and {training.n_gpu} are visible. Start one process per "
-            "GPU with `accelerate launch` or `torchrun`."
-        )
-    return training
+    return training_arguments(options.output.output, settings, fixed)
 
 
 def _use_bf16(options: PretrainOptions) -> bool:

@@ -22,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..common.errors import UserError, one_line
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
 from ..configuration_neobert import NeoBERTConfig
@@ -119,6 +120,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
             `time.perf_counter`. Evaluations move it forward by their duration.
     """
 
+    saves_sharded_weights = True
     # Narrower types than those of Trainer.
     model: NeoBERTForMaskedLM
     processing_class: PreTrainedTokenizerBase
@@ -188,13 +190,19 @@ class PretrainingTrainer(RunTrainer, Trainer):
         if scheduler is None:
             used_optimizer: Any = optimizer or self.optimizer
             kwargs: Any = self.args.lr_scheduler_kwargs
-            scheduler = optimization.make_schedule(
-                self.args.lr_scheduler_type,
-                used_optimizer,
-                self.args.get_warmup_steps(num_training_steps),
-                num_training_steps,
-                kwargs,
-            )
+            try:
+                scheduler = optimization.make_schedule(
+                    self.args.lr_scheduler_type,
+                    used_optimizer,
+                    self.args.get_warmup_steps(num_training_steps),
+                    num_training_steps,
+                    kwargs,
+                )
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"`lr_scheduler_type` {self.args.lr_scheduler_type} does not accept "
+                    f"`lr_scheduler_kwargs` {kwargs} ({one_line(error)})."
+                ) from error
             self.lr_scheduler = scheduler
             # Trainer replaces a scheduler with this flag when `train` is called again.
             self._created_lr_scheduler = True

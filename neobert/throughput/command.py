@@ -247,9 +247,7 @@ def ratios(rows: Sequence[Row], implementation: str) -> dict[str, dict[str, Rati
 def compared_implementation(rows: Sequence[Row]) -> str:
     """Return the implementation of NeoBERT that is compared: sdpa, or the first measured one."""
     measured = [
-        row["implementation"]
-        for row in rows
-        if row["model"] == "neobert" and not row.get("error")
+        row["implementation"] for row in rows if row["model"] == "neobert" and not row.get("error")
     ]
     return "sdpa" if "sdpa" in measured or not measured else measured[0]
 

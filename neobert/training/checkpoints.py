@@ -192,7 +192,10 @@ def _has_state(checkpoint: Path) -> bool:
 def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
     """Return the newest readable checkpoint and its step, or None.
 
-    One warning names newer checkpoints that cannot be read.
+    One warning names newer checkpoints that are damaged.
+
+    Raises:
+        OSError: If a checkpoint cannot be read now.
     """
     # A process that is killed while it writes leaves an incomplete checkpoint behind.
     damaged = []
@@ -200,7 +203,8 @@ def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
     for step, path in reversed(checkpoints(folder).items()):
         try:
             check_checkpoint(path)
-        except (OSError, ValueError) as error:
+        # Other errors of the system, such as those of a network file system, may not occur again.
+        except (FileNotFoundError, ValueError) as error:
             damaged.append(f"{path.name} ({one_line(error, 80)})")
         else:
             newest = (step, path)
@@ -247,13 +251,14 @@ def remove_old(
 
     Args:
         folder: Directory of the checkpoints.
-        limit: Number of newest checkpoints to keep, None for all.
+        limit: Number of newest checkpoints to keep. None, 0 and negative numbers keep all, as in
+            Trainer.
         keep_every: Number of steps between two checkpoints that are kept; 0 for none.
         best: Step of the best checkpoint, which is kept.
     """
     # Steps are in ascending order, so the last ones are the newest.
     saved = checkpoints(folder)
-    for step in list(saved)[:-limit] if limit else []:
+    for step in list(saved)[:-limit] if limit and limit > 0 else []:
         is_kept = bool(keep_every) and step % keep_every == 0
         if not is_kept and step != best:
             shutil.rmtree(saved[step])
@@ -282,6 +287,8 @@ class RunTrainer(_Trainer):
     logged, because its values cover the steps since the last resume only.
     """
 
+    # Whether the final files can be written if every process has only a part of the weights.
+    saves_sharded_weights = False
     _last_clock: tuple[float, float] | None = None
 
     def on_resume(self, checkpoint: Path) -> None:

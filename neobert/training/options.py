@@ -24,7 +24,12 @@ BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_com
 
 # A run resumes from checkpoints with the state of the optimizer, and `RunTrainer` must see losses
 # that are not finite. Trainer would upload its output directory, which may contain the texts.
-_FIXED = {"save_only_model": False, "logging_nan_inf_filter": False, "push_to_hub": False}
+_FIXED = {
+    "save_only_model": False,
+    "logging_nan_inf_filter": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+}
 
 # Bounds of options that Trainer does not check. Values out of range fail after the work has begun.
 _BOUNDS = {
@@ -32,6 +37,7 @@ _BOUNDS = {
     "per_device_train_batch_size": Annotated[int, Meta(ge=1)],
     "gradient_accumulation_steps": Annotated[int, Meta(ge=1)],
     "seed": Annotated[int, Meta(ge=0, lt=2**32)],
+    "data_seed": Annotated[int, Meta(ge=0, lt=2**32)] | None,
     "warmup_ratio": Annotated[float, Meta(ge=0, lt=1)],
 }
 
@@ -132,6 +138,11 @@ def training_arguments(
                 "`push_to_hub` would upload the checkpoints and the prepared texts. Omit the "
                 "option, and upload the model after the run: hf upload USER/NAME OUTPUT."
             )
+        if name == "resume_from_checkpoint":
+            raise UserError(
+                "`resume_from_checkpoint` is not needed. Run the same command again to resume an "
+                "interrupted run."
+            )
         raise UserError(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
         )
@@ -145,9 +156,19 @@ def training_arguments(
         # An explicit `warmup_ratio` of transformers 4 overrides a fraction, which may be a default.
         values = {**warmup_options(values.pop("warmup_steps")), **values}
     try:
-        return (base or TrainingArguments)(output_dir=str(output_dir), **values)
+        training = (base or TrainingArguments)(output_dir=str(output_dir), **values)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
+
+    # Trainer would use DataParallel: it multiplies the batch size by the number of GPUs, and splits
+    # packed batches, which have a single row.
+    if training.n_gpu > 1:
+        raise UserError(
+            f"a process must use one GPU, and {training.n_gpu} are visible. Set "
+            "CUDA_VISIBLE_DEVICES=0 to use one of them, or start one process per GPU with "
+            "`accelerate launch` or `torchrun`."
+        )
+    return training
 
 
 def warmup_options(warmup_steps: float) -> dict[str, Any]:

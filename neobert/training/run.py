@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from transformers import Trainer, TrainingArguments
 
 from ..common.environment import environment
+from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.output import Output
 from .checkpoints import (
@@ -92,6 +93,7 @@ def _train_and_save(
 ) -> None:
     """Train, write the final files and then the result."""
     trainer = build()
+    check_weights_are_complete(trainer)
     train(trainer, keep_every)
 
     with _final_files(output, trainer) as folder:
@@ -103,6 +105,25 @@ def _train_and_save(
         defaults = {**training_time(trainer), "environment": run_environment(trainer.args)}
         output.finish(**{**defaults, **content})
     trainer.accelerator.wait_for_everyone()
+
+
+def check_weights_are_complete(trainer: RunTrainer) -> None:
+    """Check that a process has all weights if its command needs them to evaluate and save a model.
+
+    Raises:
+        UserError: If the weights are divided by ZeRO-3 or FSDP, and only `save` of other commands
+            gathers them.
+    """
+    state = trainer.accelerator.state
+    zero_stage = getattr(state.deepspeed_plugin, "zero_stage", 0)
+    # Without FSDP the state has no such attribute.
+    uses_fsdp = getattr(state, "fsdp_plugin", None) is not None
+    if (uses_fsdp or zero_stage == 3) and not trainer.saves_sharded_weights:
+        method = "FSDP" if uses_fsdp else "ZeRO-3"
+        raise UserError(
+            f"this command needs all weights in every process, but {method} divides them. Use DDP "
+            "(torchrun), or ZeRO-2."
+        )
 
 
 @contextlib.contextmanager

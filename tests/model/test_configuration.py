@@ -239,6 +239,26 @@ def test_last_learned_position():
 
     with pytest.raises(ValueError, match="at most 128, the number of learned positions, got 129"):
         model(random_batch([129])[0])
+    for position in (-1, 128):
+        with pytest.raises(ValueError, match=f"from 0 to 127, the last .* got {position}"):
+            model(ids[:, :1], position_ids=torch.tensor([position]))
+
+
+def test_rope_scaling_does_not_extend_learned_positions():
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    model = make_model(NeoBERTModel, rope_scaling=yarn, **LEARNED)
+    assert model.config.context_length == 128
+    with pytest.raises(ValueError, match="at most 128, the number of learned positions"):
+        model(random_batch([129])[0])
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 6), (4, 6, 1), (24,)])
+def test_position_ids_of_another_shape_are_refused(shape):
+    """Transposed positions have the right number of values, and would be wrong silently."""
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([6] * 4)
+    with pytest.raises(ValueError, match=r"must have shape \(1, 6\) or \(4, 6\), got"):
+        model(ids, position_ids=torch.zeros(shape, dtype=torch.long))
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))

@@ -242,14 +242,15 @@ def test_dropout_acts_in_training_only(field, implementation):
 
 @torch.no_grad()
 def test_warn_once_beyond_the_context_length(model, warnings):
-    """A text longer than the context gives a single warning, and the outputs are still correct.
+    """Texts longer than the context give a single warning, and the outputs are still correct.
 
     The context is `max_position_embeddings`, or its extension by RoPE scaling.
     """
     (ids,), _ = random_batch([140])
-    for _ in range(2):
-        hidden = model(ids[None]).last_hidden_state
-    (message,) = warnings("longer than the 128 of max_position_embeddings")
+    # Texts of other lengths give no further warnings.
+    for length in (140, 130, 140):
+        hidden = model(ids[None, :length]).last_hidden_state
+    (message,) = warnings("longer than the 128 tokens of max_position_embeddings")
     assert "yarn" in message, "The warning must state how to extend the context."
     assert_same(hidden[0], last_states(model, ids))
 
@@ -258,7 +259,9 @@ def test_warn_once_beyond_the_context_length(model, warnings):
     scaled(random_batch([256])[0])
     assert not warnings("longer than the 256")
     scaled(random_batch([257])[0])
-    assert len(warnings("longer than the 256 of max_position_embeddings and RoPE scaling")) == 1
+    assert (
+        len(warnings("longer than the 256 tokens of max_position_embeddings and RoPE scaling")) == 1
+    )
 
 
 def test_float64_stays_float64():

@@ -230,12 +230,15 @@ def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
         "gradient_accumulation_steps": 2,
     }
     assert steps(num_train_epochs=2, max_steps=10_000, **batch_options) == 2 * 360 // 12
+    # The last micro-batch of an epoch is smaller: 360 texts are 52 micro-batches of 7.
+    smaller = {**batch_options, "micro_batch_size": 7, "gradient_accumulation_steps": 1}
+    assert steps(num_train_epochs=2, max_steps=10_000, **smaller) == 2 * 52
 
     # A text of n tokens without [CLS] and [SEP] is split into windows of 6 tokens.
     batch_options |= {"long_texts": "split", "max_length": 8}
     window_count = sum(-(-(length - 2) // 6) for length in texts.lengths.tolist())
     assert window_count > 360
-    expected = -(-2 * window_count // 12)
+    expected = -(-2 * -(-window_count // 6) // 2)
     assert steps(num_train_epochs=2, max_steps=10_000, **batch_options) == expected
 
     with pytest.raises(UserError, match="`num_train_epochs` needs prepared text"):

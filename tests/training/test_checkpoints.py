@@ -4,6 +4,7 @@ Resumed runs must end with weights that are identical bit for bit. Covers damage
 SIGTERM, the removal of old checkpoints, runs that diverge, and two processes.
 """
 
+import errno
 import math
 import os
 import shutil
@@ -73,6 +74,10 @@ def test_newest_best_and_every_fourth_checkpoint_are_kept(tmp_path):
     assert plain_trainer.args.save_total_limit == 2, "Trainer's option must be restored"
 
     (tmp_path / "checkpoint-best").mkdir()
+    # As in Trainer, only positive limits remove checkpoints.
+    for limit in (None, 0, -1):
+        checkpoints.remove_old(tmp_path, limit)
+        assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12]
     checkpoints.remove_old(tmp_path, 1, best=8)
     assert list(checkpoints.checkpoints(tmp_path)) == [8, 12]
     assert (tmp_path / "checkpoint-best").exists(), (
@@ -109,6 +114,21 @@ def test_damaged_checkpoint_is_skipped(whole, tmp_path, caplog, name, how):
     plain_trainer = trainer(folder)
     checkpoints.train(plain_trainer)
     assert same(weights(plain_trainer), whole[1])
+
+
+def test_checkpoint_is_kept_after_a_transient_error(whole, tmp_path, monkeypatch):
+    """An error of a network file system stops the run, and removes no checkpoint."""
+    folder = tmp_path / "out"
+    shutil.copytree(whole[0], folder)
+    before = list(checkpoints.checkpoints(folder))
+
+    def unreadable(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(checkpoints, "check_checkpoint", unreadable)
+    with pytest.raises(OSError, match="Stale file handle"):
+        checkpoints._step_to_resume(folder)
+    assert list(checkpoints.checkpoints(folder)) == before
 
 
 def test_run_without_valid_checkpoint_starts_from_the_beginning(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,24 @@ def test_push_to_hub_is_refused(tmp_path):
     with pytest.raises(UserError, match="prepared texts.*hf upload USER/NAME OUTPUT"):
         training_arguments(tmp_path / "out", {"push_to_hub": True}, {})
     assert not (tmp_path / "out").exists()
+
+
+def test_resume_from_checkpoint_is_refused(tmp_path):
+    """Runs resume by themselves, so the option would have no effect."""
+    with pytest.raises(UserError, match="`resume_from_checkpoint` is not needed. Run the same"):
+        training_arguments(tmp_path / "out", {"resume_from_checkpoint": "checkpoint-2"}, {})
+
+
+def test_several_visible_gpus_are_refused(tmp_path, monkeypatch):
+    """Trainer would use DataParallel, which multiplies the batch size."""
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(UserError, match="one GPU, and 2 are visible. Set CUDA_VISIBLE_DEVICES=0"):
+        training_arguments(tmp_path / "out", {}, {})
+
+
+def test_negative_data_seed_is_refused(tmp_path):
+    with pytest.raises(UserError, match="`data_seed` must be an integer, at least 0"):
+        training_arguments(tmp_path / "out", {"data_seed": -1}, {})
 
 
 @pytest.mark.parametrize(
@@ -113,14 +132,14 @@ def test_warmup_steps_may_be_a_fraction(tmp_path, monkeypatch):
     assert args.get_warmup_steps(50) == 5
 
     calls = []
+
+    def arguments(**values):
+        calls.append(values)
+        return SimpleNamespace(n_gpu=0)
+
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
-    training_arguments(
-        tmp_path,
-        {"warmup_steps": 0.1, "warmup_ratio": 0.2},
-        {},
-        base=lambda **values: calls.append(values),
-    )
-    training_arguments(tmp_path, {"warmup_steps": 0.1}, {}, base=lambda **v: calls.append(v))
+    training_arguments(tmp_path, {"warmup_steps": 0.1, "warmup_ratio": 0.2}, {}, base=arguments)
+    training_arguments(tmp_path, {"warmup_steps": 0.1}, {}, base=arguments)
     assert [values["warmup_ratio"] for values in calls] == [0.2, 0.1]
     assert not any("warmup_steps" in values for values in calls)
 

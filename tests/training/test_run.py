@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.plain_trainer import At, PlainTrainer, same, sigterm, trainer, weights
@@ -16,7 +17,7 @@ from transformers import TrainingArguments
 
 from neobert.common.errors import Stopped, UserError
 from neobert.common.output import Output
-from neobert.training.run import mixed_precision, run_once
+from neobert.training.run import check_weights_are_complete, mixed_precision, run_once
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,22 @@ def unexpected(*_: object) -> None:
 def files(folder: Path) -> dict[str, bytes]:
     """Return the content of all files in a directory by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("method", ["FSDP", "ZeRO-3"])
+def test_sharded_weights_are_refused_before_training(tmp_path, method):
+    """Commands that evaluate and save in the main process alone need all weights there."""
+    plain_trainer = trainer(tmp_path / "checkpoints")
+    state = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(zero_stage=3) if method == "ZeRO-3" else None,
+        fsdp_plugin=object() if method == "FSDP" else None,
+    )
+    plain_trainer.accelerator = SimpleNamespace(state=state)
+    with pytest.raises(UserError, match=f"but {method} divides them. Use DDP"):
+        check_weights_are_complete(plain_trainer)
+
+    plain_trainer.saves_sharded_weights = True
+    check_weights_are_complete(plain_trainer)
 
 
 def test_finished_run_returns_its_result(tmp_path):
