@@ -34,6 +34,7 @@ from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, training_time
+from ..training.muon import MuonAdamW, block_matrices
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
@@ -92,6 +93,26 @@ class ShuffledBatches(DefaultBatchSampler):
 
 class DistillTrainer(RunTrainer, SentenceTransformerTrainer):
     """Trainer of sentence-transformers whose runs resume after an interruption."""
+
+
+class MuonTrainer(DistillTrainer):
+    """Trainer that uses Muon for the matrices of the blocks, and AdamW for other parameters."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer."""
+        if self.optimizer is None:
+            student: Any = self.model
+            args = self.args
+            matrices, others = block_matrices(student, student[0].auto_model.transformer_encoder)
+            self.optimizer = MuonAdamW(
+                matrices,
+                others,
+                args.learning_rate,
+                args.weight_decay,
+                (args.adam_beta1, args.adam_beta2),
+                args.adam_epsilon,
+            )
+        return self.optimizer
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,7 +401,8 @@ class Distillation:
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         options = self.options.loss
         transformer = teacher[0] if options.hidden_state_weight else None
-        trainer = DistillTrainer(
+        trainer_class = MuonTrainer if self.options.student.muon else DistillTrainer
+        trainer = trainer_class(
             model=student,
             args=training,
             train_dataset=dataset,

@@ -1,0 +1,101 @@
+"""Muon for the matrices of the blocks, and AdamW for all other parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.errors import UserError
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Optimizer that updates some parameters with Muon and the others with AdamW.
+
+    Muon orthogonalizes the momentum of a matrix, so all singular values of an update are nearly
+    equal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Its updates are scaled to
+    the root mean square of those of AdamW (arXiv 2502.16982), so one learning rate fits both.
+
+    Args:
+        matrices: Parameters with two dimensions for Muon.
+        others: Parameters for AdamW, without weight decay.
+        learning_rate: Learning rate of all parameters.
+        weight_decay: Weight decay of the matrices.
+        betas: Decay rates of AdamW's moments.
+        epsilon: Term that AdamW adds to its denominator.
+
+    Raises:
+        UserError: If torch has no Muon.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: Sequence[nn.Parameter],
+        learning_rate: float,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(
+                f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
+                "--muon."
+            )
+        self.parts: list[Any] = [
+            torch.optim.Muon(
+                matrices,
+                lr=learning_rate,
+                weight_decay=weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        ]
+        # AdamW refuses an empty list.
+        if others:
+            self.parts.append(
+                torch.optim.AdamW(
+                    others, lr=learning_rate, betas=betas, eps=epsilon, weight_decay=0.0
+                )
+            )
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both parts use the groups and the state of this optimizer.
+
+        Schedules change the learning rates of these groups, and checkpoints contain this state.
+        """
+        for number, part in enumerate(self.parts):
+            part.param_groups = [self.param_groups[number]]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch does."""
+        super().load_state_dict(state_dict)
+        # torch has replaced the groups and the state.
+        self._share()
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Update all parameters, and return the value of `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def block_matrices(model: nn.Module, blocks: nn.Module) -> tuple[list, list]:
+    """Return the trained matrices of the blocks, and all other trained parameters of a model."""
+    matrices = [
+        weight for weight in blocks.parameters() if weight.requires_grad and weight.ndim == 2
+    ]
+    chosen = set(map(id, matrices))
+    others = [
+        weight for weight in model.parameters() if weight.requires_grad and id(weight) not in chosen
+    ]
+    return matrices, others
