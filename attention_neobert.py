@@ -87,21 +87,32 @@ def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 PACKING_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-class Padding(NamedTuple):
-    """Re-padded form of a packed batch.
+# Sequences are divided by their length before they are re-padded, if the re-padded batch would have
+# more than this number of positions per token.
+MAX_PADDING = 4
 
-    Two sequences of 1 and 2 tokens have `tokens` [[0, 1], [1, 2]], `mask` [[1, 0], [1, 1]] and
-    `positions` [0, 2, 3].
+
+class Padding(NamedTuple):
+    """Re-padded form of a packed batch, in groups of sequences.
+
+    Two sequences of 1 and 2 tokens in one group have `tokens` [[0, 1], [1, 2]], `masks`
+    [[1, 0], [1, 1]] and `positions` [0, 2, 3].
 
     Attributes:
-        tokens: Packed token of each position, (N, max_length).
-        mask: True at tokens of the sequence, (N, max_length).
-        positions: Position of each packed token in the flattened (N * max_length) batch, (T,).
+        tokens: Packed token of each position, (N, L) per group of N sequences of up to L tokens.
+        masks: True at tokens of the sequence, (N, L) per group.
+        positions: Position of each packed token in the flattened, concatenated groups, (T,).
     """
 
-    tokens: torch.Tensor
-    mask: torch.Tensor
+    tokens: tuple[torch.Tensor, ...]
+    masks: tuple[torch.Tensor, ...]
     positions: torch.Tensor
+
+    def to(self, device: Any) -> "Padding":
+        """Return this padding on a device."""
+        tokens = tuple(x.to(device) for x in self.tokens)
+        masks = tuple(x.to(device) for x in self.masks)
+        return Padding(tokens, masks, self.positions.to(device))
 
 
 class Packing:
@@ -355,12 +366,39 @@ class Packing:
     def padding(self, total: int) -> Padding:
         """Return the re-padded form of a batch of `total` packed tokens, one row per sequence."""
         bounds = self.cu_seq_lens.long()
-        steps = torch.arange(self.max_length, device=bounds.device)
-        return Padding(
-            tokens=(bounds[:-1, None] + steps).clamp(max=total - 1),
-            mask=steps < bounds.diff()[:, None],
-            positions=self.position_ids(total)[0] + self.sequence_ids(total) * self.max_length,
-        )
+        starts, lengths = bounds[:-1], bounds.diff()
+        count = len(starts)
+        if is_tracing() or count * self.max_length <= MAX_PADDING * total:
+            steps = torch.arange(self.max_length, device=bounds.device)
+            return Padding(
+                tokens=((starts[:, None] + steps).clamp(max=total - 1),),
+                masks=(steps < lengths[:, None],),
+                positions=self.position_ids(total)[0] + self.sequence_ids(total) * self.max_length,
+            )
+
+        # Many short sequences beside a long one would take memory for its length each. A group has
+        # sequences of 2^n to 2^(n + 1) - 1 tokens, so more than half of its positions are tokens.
+        groups: dict[int, list[int]] = {}
+        for number, length in enumerate(self.lengths):
+            if length:
+                groups.setdefault(length.bit_length(), []).append(number)
+
+        tokens: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
+        # Position of the first token of each sequence.
+        firsts = torch.zeros_like(starts)
+        offset = 0
+        for numbers in groups.values():
+            longest = max(self.lengths[number] for number in numbers)
+            sequences = torch.tensor(numbers, device=bounds.device)
+            steps = torch.arange(longest, device=bounds.device)
+            tokens.append((starts[sequences, None] + steps).clamp(max=total - 1))
+            masks.append(steps < lengths[sequences, None])
+            rows = torch.arange(len(numbers), device=bounds.device)
+            firsts[sequences] = offset + rows * longest
+            offset += len(numbers) * longest
+        positions = self.position_ids(total)[0] + firsts[self.sequence_ids(total)]
+        return Padding(tuple(tokens), tuple(masks), positions)
 
 
 def pack_padded(
@@ -613,8 +651,7 @@ class AttentionDispatch:
         def move(x: Any) -> Any:
             return None if x is None else x.to(device)
 
-        padding = None if self.padding is None else Padding(*map(move, self.padding))
-        return replace(self, mask=move(self.mask), padding=padding)
+        return replace(self, mask=move(self.mask), padding=move(self.padding))
 
     def wrap(self, function: AttentionFunction) -> AttentionFunction:
         """Return the attention function to call for this batch.
@@ -907,9 +944,13 @@ def _repadded(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Call a dense attention function on a packed batch. Only q, k and v are re-padded."""
-    q, k, v = (x[0].transpose(0, 1)[padding.tokens].transpose(1, 2) for x in (query, key, value))
-    output, _ = function(module, q, k, v, padding.mask[:, None, None], **kwargs)
-    return output.flatten(0, 1)[padding.positions][None], None
+    outputs = []
+    for tokens, mask in zip(padding.tokens, padding.masks):
+        q, k, v = (x[0].transpose(0, 1)[tokens].transpose(1, 2) for x in (query, key, value))
+        output, _ = function(module, q, k, v, mask[:, None, None], **kwargs)
+        outputs.append(output.flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output[padding.positions][None], None
 
 
 def _varlen(

@@ -355,7 +355,9 @@ def test_empty_sequences_do_not_change_outputs(implementation):
 # Layouts on a GPU
 
 
-@pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2], [0, 5, 0, 4, 0]))
+@pytest.mark.parametrize(
+    "lengths", ([5, 1, 4], [3], [2, 2], [0, 5, 0, 4, 0], [1, 40, 2, 1, 0, 3, 1, 2, 1, 1, 37])
+)
 def test_repadded_kernel_matches_text_by_text(lengths):
     """The re-padded kernel gives the outputs and gradients of one call per text.
 
@@ -379,6 +381,16 @@ def test_repadded_kernel_matches_text_by_text(lengths):
     assert results[0][0].shape == (1, total, 2, 8), "The output must have the shape (1, T, H, K)."
     for actual, expected in zip(*results):
         assert_same(actual, expected)
+
+
+def test_repadded_kernel_groups_sequences_of_similar_length():
+    """Many short sequences beside a long one are not padded to its length."""
+    lengths = [4] * 400 + [2000]
+    packing = modeling.Packing(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), 2000)
+    padding = packing.padding(sum(lengths))
+    assert [tuple(tokens.shape) for tokens in padding.tokens] == [(400, 4), (1, 2000)]
+    tokens = torch.cat([tokens.flatten() for tokens in padding.tokens])
+    assert torch.equal(tokens[padding.positions], torch.arange(sum(lengths)))
 
 
 @pytest.mark.gpu
