@@ -72,7 +72,14 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
 
     # Pinned memory speeds up copies to an accelerator, and torch warns about it without one.
     settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
-    return training_arguments(options.output.output, settings, fixed)
+    training = training_arguments(options.output.output, settings, fixed)
+
+    if training.eval_strategy != "no" and not options.validation.validation:
+        raise UserError(
+            f"`eval_strategy` is {training.eval_strategy.value}, but there are no validation texts. "
+            "Pass --validation, or omit --eval-strategy."
+        )
+    return training
 
 
 def _use_bf16(options: PretrainOptions) -> bool:

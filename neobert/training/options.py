@@ -160,6 +160,10 @@ def training_arguments(
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
 
+    if training.save_strategy == "best" and training.metric_for_best_model is None:
+        raise UserError(
+            "`save_strategy: best` needs the name of a metric. Pass --metric-for-best-model."
+        )
     # Trainer would use DataParallel: it multiplies the batch size by the number of GPUs, and splits
     # packed batches, which have a single row.
     if training.n_gpu > 1:

@@ -245,6 +245,19 @@ def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
         steps(num_train_epochs=2, streaming="true")
 
 
+def test_evaluation_without_validation_texts_is_refused(corpus, tmp_path):
+    """The error appears before texts are prepared."""
+    arguments = arguments_of(corpus, tmp_path, validation=None)
+    with pytest.raises(UserError, match="`eval_strategy` is steps, but there are no validation"):
+        pretrain.read_run([*arguments, "--eval-strategy", "steps"])
+
+
+def test_unknown_scheduler_options_are_reported(corpus, tmp_path, capsys):
+    arguments = [*arguments_of(corpus, tmp_path), "--lr-scheduler-kwargs", "{foo: 1}"]
+    assert cli.main(["pretrain", *arguments]) == 2
+    assert "does not accept `lr_scheduler_kwargs`" in capsys.readouterr().err
+
+
 def test_scheduler_options_without_a_scheduler_change_the_default(corpus, tmp_path):
     """Check that `lr_scheduler_kwargs` without a type override values of the paper's schedule."""
     arguments = [*arguments_of(corpus, tmp_path), "--lr-scheduler-kwargs"]
@@ -313,6 +326,7 @@ class _FakeTrainingArguments:
     """Replacement for TrainingArguments, which reject bfloat16 on a machine that lacks it."""
 
     n_gpu = 0
+    eval_strategy = "no"
 
     def __init__(self, settings):
         self.bf16 = settings["bf16"]

@@ -135,7 +135,7 @@ def test_warmup_steps_may_be_a_fraction(tmp_path, monkeypatch):
 
     def arguments(**values):
         calls.append(values)
-        return SimpleNamespace(n_gpu=0)
+        return SimpleNamespace(n_gpu=0, save_strategy="no")
 
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
     training_arguments(tmp_path, {"warmup_steps": 0.1, "warmup_ratio": 0.2}, {}, base=arguments)
@@ -190,3 +190,8 @@ def test_only_options_that_affect_results_identify_a_run():
     }
     identifying |= {"bf16": True, "max_grad_norm": 1.0, "dataloader_drop_last": True}
     assert number_options({**changeable, **identifying}) == identifying
+
+
+def test_save_strategy_best_needs_a_metric(tmp_path):
+    with pytest.raises(UserError, match="needs the name of a metric"):
+        training_arguments(tmp_path / "out", {"save_strategy": "best"}, {})
