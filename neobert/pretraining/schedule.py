@@ -76,8 +76,8 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
 
     if training.eval_strategy != "no" and not options.validation.validation:
         raise UserError(
-            f"`eval_strategy` is {training.eval_strategy.value}, but there are no validation texts. "
-            "Pass --validation, or omit --eval-strategy."
+            f"`eval_strategy` is {training.eval_strategy.value}, but there are no validation "
+            "texts. Pass --validation, or omit --eval-strategy."
         )
     return training
 
