@@ -5,9 +5,10 @@
     python examples/search.py find "a bird of prey" --where "kind = 'noun'"
     python examples/search.py delete --where "id = 7"
 
-A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
-row replaces the stored row with the same `id`. IDs are integers or strings, as in the file. The IDs
-of a .csv file are strings if one of them is not an integer, or has leading zeros.
+A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. The
+first file determines the columns of the store. A row replaces the stored row with the same `id`;
+columns that its file does not have become null. IDs are integers or strings, as in the file. The
+IDs of a .csv file are strings if one of them is not an integer, or has leading zeros.
 
 The output of `neobert encode texts.jsonl embeddings --keep id text ...`, a folder or a file,
 contains the embeddings in `embedding`. The store records their model.
@@ -41,6 +42,8 @@ from neobert.scripts import UserError, check_model, load_rows, run_script
 WEIGHT = 0.75
 # Minimum number of rows that each of the two searches returns.
 NUM_CANDIDATES = 100
+# Columns that the store and its searches add.
+RESERVED_COLUMNS = {"bits", "_distance", "_score"}
 
 
 def read_frame(path: str) -> pandas.DataFrame:
@@ -159,6 +162,10 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
         raise UserError(
             f"{path} must have a column {min(missing)!r}, got the columns {', '.join(frame)}."
         )
+    if reserved := RESERVED_COLUMNS & set(frame):
+        raise UserError(
+            f"{path} must not have a column {min(reserved)!r}, which the search uses. Rename it."
+        )
 
     frame = frame.reset_index(drop=True)
     check_rows(path, frame)
@@ -177,6 +184,38 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
         column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
         table = table.append_column(name, column)
     return table.replace_schema_metadata({"model": model})
+
+
+def match_schema(path: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return rows with the columns and types of the store. Missing columns are null.
+
+    Args:
+        path: File of the rows.
+        rows: Rows of the file.
+        schema: Schema of the store.
+
+    Raises:
+        UserError: If the store does not have a column, or a value does not have its type.
+    """
+    if unknown := [name for name in rows.column_names if name not in schema.names]:
+        raise UserError(
+            f"{path} must have columns of the store ({', '.join(schema.names)}), got "
+            f"{', '.join(unknown)}. Remove them, or choose another `--store`."
+        )
+
+    columns = []
+    for field in schema:
+        if field.name not in rows.column_names:
+            columns.append(pa.nulls(rows.num_rows, field.type))
+            continue
+        try:
+            columns.append(rows[field.name].cast(field.type))
+        except pa.ArrowException as error:
+            raise UserError(
+                f"{path}: `{field.name}` must have the type {field.type} of the store, got "
+                f"{rows[field.name].type}. Convert the column, or choose another `--store`."
+            ) from error
+    return pa.table(columns, schema=schema)
 
 
 def to_bits(embeddings: np.ndarray) -> np.ndarray:
@@ -234,13 +273,13 @@ def combine(
 def add(store: DBConnection, table: Table | None, args: argparse.Namespace) -> None:
     """Add the rows of files, and replace stored rows with the same ID."""
     # A table without rows is false, so it is compared with None.
-    id_type = table.schema.field("id").type if table is not None else None
+    schema = table.schema if table is not None else None
     parts = []
     # Read all files first: an error in one of them changes nothing in the store.
     for path in args.inputs:
-        rows = read_rows(path, args.model, id_type)
-        id_type = rows.schema.field("id").type
-        parts.append(rows)
+        rows = read_rows(path, args.model, schema.field("id").type if schema else None)
+        schema = schema or rows.schema
+        parts.append(match_schema(path, rows, schema))
 
     for rows in parts:
         if table is None:

@@ -18,6 +18,9 @@ _DISK_FULL = (
     "Not enough free space to write"
 )
 
+# Commands that have nothing to resume after an interrupt.
+_NOT_RESUMED = ("neobert serve", "neobert export", "neobert retrieval")
+
 
 def guarded(name: str, run: Callable[[], int | None]) -> int:
     """Run a command and return its exit code. An error is printed as one sentence.
@@ -57,8 +60,10 @@ def guarded(name: str, run: Callable[[], int | None]) -> int:
     except BaseException as error:
         if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        print(f"{name}: {shortened(printable(_message(error)), LONGEST)}", file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 2
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        message = "interrupted." if is_interrupt and name in _NOT_RESUMED else _message(error)
+        print(f"{name}: {shortened(printable(message), LONGEST)}", file=sys.stderr)
+        return 130 if is_interrupt else 2
 
 
 def setup_logging() -> None:

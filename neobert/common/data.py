@@ -33,6 +33,11 @@ from .errors import UserError, listed, one_line, shortened
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# A quoted cell of a csv file that contains a quote, up to its end or that of its first line.
+_QUOTED_CELL = re.compile('"[^"]*""([^"]|"")*"?')
+_NOT_AN_OBJECT = (
+    "a row must be an object {...} on a line of its own. Convert a JSON array with `jq -c '.[]'`"
+)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -117,7 +122,8 @@ def _find_files(source: str) -> list[File]:
     # `base` is the folder of the source as the user wrote it, and `path` the same folder in the
     # notation of the file system, which has no protocol such as s3://.
     base = source
-    if filesystem.isfile(path):
+    is_named = filesystem.isfile(path)
+    if is_named:
         infos = {path: filesystem.info(path)}
         base = source.rpartition("/")[0]
         path = path.rpartition("/")[0]
@@ -131,7 +137,8 @@ def _find_files(source: str) -> list[File]:
     matches = []
     for full_path, info in sorted(infos.items()):
         name = full_path[len(path) :].lstrip("/")
-        if _is_hidden(name):
+        # Hidden files of a directory are skipped, but a file that the user names is not.
+        if _is_hidden(name) and not is_named:
             continue
         # fsspec does not follow links to directories, whose files would be missing silently. The
         # type of a link is "link" or "other", depending on the version. A pattern without ** does
@@ -327,7 +334,7 @@ def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> d
         ValueError: If the row is not an object, lacks a column, or a text is not text.
     """
     if not isinstance(row, dict):
-        raise ValueError("a row must be an object {...} on a line of its own")
+        raise ValueError(_NOT_AN_OBJECT)
     # csv.DictReader collects the values beyond the header under None.
     if None in row:
         raise ValueError(
@@ -355,10 +362,44 @@ def _line_of_text(line: str) -> dict[str, str]:
     return {"text": line.rstrip("\r\n")}
 
 
+def _json_row(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        # The first line of an array over several lines.
+        if line.lstrip().startswith("["):
+            raise ValueError(_NOT_AN_OBJECT) from error
+        raise
+
+
+def _tsv_row(row: dict[str | None, Any]) -> dict[str | None, Any]:
+    """Return a row of a tsv file, in which a quote is a character like any other.
+
+    Raises:
+        ValueError: If a cell was written with the quotes of csv files, which would become a part of
+            the text.
+    """
+    # csv.DictReader fills a short row with None, and collects further cells in a list under None.
+    is_ragged = None in row or None in row.values()
+    for cell in row.values():
+        if not isinstance(cell, str) or '"' not in cell:
+            continue
+        # Tabs and line ends in a quoted cell divide it.
+        is_divided = is_ragged and (cell[0] == '"' or cell[-1] == '"')
+        if is_divided or _QUOTED_CELL.fullmatch(cell):
+            raise ValueError(
+                "the cells of a .tsv file must not be enclosed in quotes, got "
+                f"{shortened(cell, 40)}. Convert the file to .csv, or write it without quotes "
+                "(`quoting=3`)"
+            )
+    return row
+
+
 _PARSERS: dict[str | None, Callable[[Any], Any]] = {
-    ".jsonl": json.loads,
-    ".ndjson": json.loads,
-    ".json": json.loads,
+    ".jsonl": _json_row,
+    ".ndjson": _json_row,
+    ".json": _json_row,
+    ".tsv": _tsv_row,
     ".txt": _line_of_text,
 }
 
@@ -378,13 +419,28 @@ def _text_rows(
                 return
             # The default limit of 128 KiB is shorter than many documents.
             csv.field_size_limit(2**30)
+            # csv.DictReader reads a blank line as a header without columns.
+            table = itertools.dropwhile(str.isspace, lines)
             if file.format == ".csv":
-                yield from csv.DictReader(lines, strict=True)
+                reader = csv.DictReader(table, strict=True)
             else:
                 # In a tsv file a quote is a character like any other. The csv module would end a
                 # row at a carriage return inside of a cell.
-                cells = (line.rstrip("\r\n").replace("\r", " ") for line in lines)
-                yield from csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
+                cells = (line.rstrip("\r\n").replace("\r", " ") for line in table)
+                reader = csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
+            _check_header(file, reader.fieldnames or ())
+            yield from reader
+
+
+def _check_header(file: File, names: Sequence[str]) -> None:
+    """Raise UserError if two columns have the same name, of which one would be lost."""
+    # Spreadsheets write empty columns without a name.
+    duplicates = [name for name in names if name and names.count(name) > 1]
+    if duplicates:
+        raise UserError(
+            f"the columns of {file.url} must have different names, got {duplicates[0]!r} "
+            f"{names.count(duplicates[0])} times. Rename or remove a column."
+        )
 
 
 def _parquet(file: File) -> pyarrow.parquet.ParquetFile:

@@ -4,7 +4,9 @@ The embeddings of N texts are stored in a file `NAME.npy`, (N, D) float16. `NAME
 contains the number of embeddings that are finished, so an interrupted run resumes.
 """
 
+import errno
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +209,7 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
         # written.
         mode = "r+" if done else "w+"
         embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
+        _reserve_space(path)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
             for start in range(done, len(texts), CHUNK_SIZE):
                 end = min(start + CHUNK_SIZE, len(texts))
@@ -218,3 +221,23 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
                 embeddings.flush()
                 write_json(progress_path, {"done": end})
     return np.load(path, mmap_mode="r")
+
+
+def _reserve_space(path: Path) -> None:
+    """Allocate the space of a sparse file, if the system supports it.
+
+    Writing to the memory map of a sparse file on a full disk ends the process without a message.
+
+    Raises:
+        OSError: If the disk is full.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with open(path, "r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            # Some file systems cannot allocate space.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                error.filename = str(path)
+                raise

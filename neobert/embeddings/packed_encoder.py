@@ -137,6 +137,24 @@ def _load(
     return encoder.to(torch.bfloat16) if "AMX-BF16" in processor_units() else encoder
 
 
+def _dtype(model: Any) -> torch.dtype:
+    """Return the precision of a SentenceTransformer whose first module is a transformer."""
+    return torch.int8 if is_int8(model) else model[0].auto_model.dtype
+
+
+def _check_arguments(model: "SentenceTransformer", dtype: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if an argument of `PackedEncoder` does not apply to a loaded model."""
+    changes = dict(settings)
+    if dtype not in ("auto", str(_dtype(model)).removeprefix("torch.")):
+        changes["dtype"] = dtype
+    if changes:
+        name, value = next(iter(changes.items()))
+        raise UserError(
+            f"`{name}` cannot change a SentenceTransformer that is already loaded, got {value!r}. "
+            "Set it when you load the SentenceTransformer, or pass the directory of the model."
+        )
+
+
 def _packaged_tokenizer(folder: Path) -> str | None:
     """Return the packaged tokenizer for a NeoBERT directory without one, None in other cases."""
     names = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
@@ -156,8 +174,9 @@ def _packaged_tokenizer(folder: Path) -> str | None:
 class PackedEncoder:
     """Sentence encoder that runs on batches of at most `batch_tokens` tokens.
 
-    `encode`, `encode_query`, `encode_document` and `similarity` have the names and arguments of
-    `SentenceTransformer`, and return the same embeddings.
+    `encode`, `encode_query`, `encode_document` and `similarity` return the embeddings and
+    similarities of the methods of `SentenceTransformer`, as NumPy arrays and a tensor. They accept
+    the arguments in their signatures only; `batch_tokens` replaces `batch_size`.
 
     NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled
     per text in float32. Any other model or pooling runs through SentenceTransformer's own modules
@@ -166,11 +185,16 @@ class PackedEncoder:
     Args:
         model: Directory, Hub name, or SentenceTransformer.
         dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
-            and in float32 an embedding does not depend on the other texts of the batch.
+            and in float32 an embedding does not depend on the other texts of the batch. A
+            SentenceTransformer keeps its dtype.
         device: Device of the model; by default CUDA if it is available.
         batch_tokens: Maximum number of tokens per batch; by default `CUDA_TOKENS` on CUDA, and
             `CPU_TOKENS` elsewhere.
-        settings: Further arguments of `load_sentence_transformer`.
+        settings: Further arguments of `load_sentence_transformer`, for a directory or a Hub name.
+
+    Raises:
+        UserError: If the model cannot be loaded, or an argument does not apply to a
+            SentenceTransformer.
 
     Attributes:
         sentence_transformer: SentenceTransformer that computes the embeddings.
@@ -206,12 +230,14 @@ class PackedEncoder:
             # A missing model is reported before "auto" measures the speed of the dtypes.
             check_model(str(model))
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
+        else:
+            _check_arguments(model, dtype, settings)
         self.sentence_transformer: Any = model.to(self.device).eval()
 
         # The first module of a pipeline is the transformer, and the second is usually the pooling.
         modules: list[Any] = list(model.children())
         transformer = modules[0].auto_model
-        self.dtype: torch.dtype = torch.int8 if is_int8(model) else transformer.dtype
+        self.dtype = _dtype(model)
         default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         self.batch_tokens = batch_tokens or default_tokens
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}

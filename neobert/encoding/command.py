@@ -7,13 +7,14 @@ complete or not at all, so a listing of OUTPUT shows which parts are missing. Ru
 again resumes an interrupted run, and adds the texts of new input files.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.errors import UserError, listed
-from ..common.folders import check_disjoint
+from ..common.folders import LOCK, check_disjoint, locked
 from ..common.identity import model_digest
 from ..common.options import identity, log_options
 from .columns import copied_columns
@@ -33,6 +34,7 @@ from .folder import (
     Folder,
     Parts,
     clear,
+    is_local,
     part_name,
     part_stem,
     read_metadata,
@@ -194,40 +196,68 @@ def encode(
     is_file = output.endswith(".parquet")
     folder = Folder(f"{output}.work" if is_file else output)
     finished = _finished_file(output, settings, files) if is_file else None
-    if finished is not None:
-        # A process that was killed after it had written the file has left its parts.
-        folder.remove(output)
+    if finished is not None and not folder.names():
         return finished
 
-    manifest = folder.read_manifest()
-    parts: Parts = {}
-    if manifest is not None:
-        manifest.check_settings(settings, folder.url)
-        parts = folder.parts(files, settings)
+    # Another process may finish the file until the directory of the parts is locked.
+    with _locked(folder) if is_file else contextlib.nullcontext():
+        finished = _finished_file(output, settings, files) if is_file else None
+        if finished is not None:
+            # A process that was killed after it had written the file has left its parts.
+            folder.remove(output)
+            return finished
 
-    run: dict[str, Any] = {}
-    if not all(_is_complete(file, parts) for file in files):
-        missing = EncodeRun(options, settings, digest, shard, files, folder, parts)
-        run = missing.encode(progress_bar, encoder)
-        # The directory is listed again, because other shards have also written parts.
         manifest = folder.read_manifest()
-        parts = folder.parts(files, settings)
+        parts: Parts = {}
+        if manifest is not None:
+            manifest.check_settings(settings, folder.url)
+            parts = folder.parts(files, settings)
 
-    summary = EncodeSummary(
-        texts=sum(part.texts for part in parts.values()),
-        embeddings=sum(part.embeddings for part in parts.values()),
-        truncation=sum((part.truncation for part in parts.values()), Truncation()),
-        files={file.name: file.size for file in files},
-        missing=[file.name for file in files if not _is_complete(file, parts)],
-        **run,
-    )
+        run: dict[str, Any] = {}
+        if not all(_is_complete(file, parts) for file in files):
+            missing = EncodeRun(options, settings, digest, shard, files, folder, parts)
+            run = missing.encode(progress_bar, encoder)
+            # The directory is listed again, because other shards have also written parts.
+            manifest = folder.read_manifest()
+            parts = folder.parts(files, settings)
 
-    # Until all parts are complete, temporary files may belong to running processes.
-    if not summary.missing:
-        clear(folder.filesystem, folder.path_of(""))
-        if is_file and manifest is not None:
-            _join(folder, output, manifest, summary, files, parts)
-    return summary
+        summary = EncodeSummary(
+            texts=sum(part.texts for part in parts.values()),
+            embeddings=sum(part.embeddings for part in parts.values()),
+            truncation=sum((part.truncation for part in parts.values()), Truncation()),
+            files={file.name: file.size for file in files},
+            missing=[file.name for file in files if not _is_complete(file, parts)],
+            **run,
+        )
+
+        # Until all parts are complete, temporary files may belong to running processes.
+        if not summary.missing:
+            clear(folder.filesystem, folder.path_of(""))
+            if is_file and manifest is not None:
+                _join(folder, output, manifest, summary, files, parts)
+        return summary
+
+
+@contextlib.contextmanager
+def _locked(folder: Folder) -> Iterator[None]:
+    """Lock the directory of the parts of a single file, if it is on a disk.
+
+    Raises:
+        UserError: If another process has locked the directory, or it contains other files.
+    """
+    # A directory of another program must not get a lock file.
+    folder.read_manifest()
+    if not is_local(folder.filesystem):
+        yield
+        return
+
+    with locked(folder.path):
+        try:
+            yield
+        finally:
+            # An error before the first part leaves no directory.
+            if folder.names() == [LOCK]:
+                folder.filesystem.rm(folder.path, recursive=True)
 
 
 @dataclass(frozen=True)

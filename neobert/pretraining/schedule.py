@@ -75,9 +75,10 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     training = training_arguments(options.output.output, settings, fixed)
 
     if training.eval_strategy != "no" and not options.validation.validation:
+        strategy = settings.get("eval_strategy")
         raise UserError(
-            f"`eval_strategy` is {training.eval_strategy.value}, but there are no validation "
-            "texts. Pass --validation, or omit --eval-strategy."
+            f"`eval_strategy` is {strategy}, but there are no validation texts. Pass --validation, "
+            "or omit --eval-strategy."
         )
     return training
 

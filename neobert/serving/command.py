@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -28,6 +29,9 @@ from .options import API_KEY_VARIABLE, OPTIONS, ServeOptions
 
 
 logger = logging.getLogger("neobert.serving")
+
+# Windows has no signal masks.
+CAN_BLOCK_SIGNALS = hasattr(signal, "pthread_sigmask")
 
 
 class WorkerApplication:
@@ -61,6 +65,9 @@ class WorkerApplication:
             return apps[0]
         finally:
             signal.signal(signal.SIGTERM, handler)
+            # A second interrupt ends the worker without waiting for the requests in progress.
+            if CAN_BLOCK_SIGNALS:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _create_app(self) -> FastAPI:
         import torch
@@ -85,6 +92,45 @@ class WorkerApplication:
         """Log the start of the server, once, when it accepts connections."""
         if self.announcer.acquire(block=False):
             logger.info(self._description)
+
+
+class Supervisor(Multiprocess):
+    """Supervisor that also ends at once while its workers start.
+
+    Ctrl-C sends SIGINT to all processes. A worker would end with a traceback while it imports its
+    modules, so workers start with SIGINT blocked and the supervisor ends them.
+    """
+
+    def run(self) -> None:
+        """Run the workers until a signal."""
+        if not CAN_BLOCK_SIGNALS:
+            return super().run()
+        # Workers inherit the signals that are blocked.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            super().run()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def handle_signals(self) -> None:
+        """Handle the signals that have arrived, including those that are blocked."""
+        if CAN_BLOCK_SIGNALS and signal.SIGINT in signal.sigpending():
+            self.should_exit.set()
+        super().handle_signals()
+
+    def keep_subprocess_alive(self) -> None:
+        """Restart workers that have died or do not answer."""
+        # The check of uvicorn waits for the answer of a worker that still imports its modules or
+        # has died, and handles no signals meanwhile.
+        deadline = time.monotonic() + self.config.timeout_worker_healthcheck
+        for process in self.processes:
+            while process.process.is_alive() and not process.ping(timeout=0.2):
+                self.handle_signals()
+                if self.should_exit.is_set():
+                    return
+                if time.monotonic() > deadline:
+                    process.kill()
+        super().keep_subprocess_alive()
 
 
 def describe(app: FastAPI, options: ServeOptions, address: str) -> str:
@@ -169,7 +215,7 @@ def _run_supervisor(config: uvicorn.Config, listener: socket.socket) -> int:
     # reads the variable when it is imported.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
     try:
-        supervisor = Multiprocess(config, sockets=[listener])
+        supervisor = Supervisor(config, sockets=[listener])
         supervisor.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -70,6 +70,17 @@ def test_errors_are_printed_as_one_line(capsys, error, message, code):
     assert capsys.readouterr().err == f"neobert x: {message}\n"
 
 
+@pytest.mark.parametrize("command", ["serve", "export", "retrieval"])
+def test_interrupted_command_without_a_run_is_not_resumed(capsys, command):
+    """An interrupt of a command that has nothing to resume is reported without advice."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    assert guarded(f"neobert {command}", interrupt) == 130
+    assert capsys.readouterr().err == f"neobert {command}: interrupted.\n"
+
+
 def test_debug_shows_the_traceback(capsys, monkeypatch):
     assert run(UserError("give a file"), monkeypatch, "1") == 2
     error = capsys.readouterr().err

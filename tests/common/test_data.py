@@ -182,12 +182,19 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text" \n', "a.jsonl, row 2: Expecting ':' delimiter"),
         ("a.jsonl", b'{"text": "a"}\n\n["a"]\n', "row 2: a row must be an object"),
         ("a.json", b'[{"text": "a"}]\n', "row 1: a row must be an object"),
+        (
+            "a.json",
+            b'[\n  {\n    "text": "a"\n  }\n]\n',
+            r"row 1: a row must be .*`jq -c '.\[\]'`\.$",
+        ),
         ("a.jsonl", b'{"text": "a"}\n{"body": 1}', "row 2: there is no column 'text'. Columns: b"),
         ("a.jsonl", b'{"text": null}\n', "row 1: 'text' must be text, got null"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl cannot be read .*recursion"),
         ("a.txt", b"good\ncaf\xe9\n", "a.txt cannot be read .*utf-8"),
         ("a.csv", b'text,label\n"open,1\nnext,0\n', "a.csv cannot be read .unexpected end"),
         ("a.csv", b"text,label\none, two,1\n", "row 1: the row has more columns than the header"),
+        ("a.csv", b"text,n,text\na,1,b\n", "a.csv must have different names, got 'text' 2 times"),
+        ("a.tsv", b"text\ttext\na\tb\n", "a.tsv must have different names, got 'text' 2 times"),
         ("a.parquet", b"PAR0nothing", "a.parquet cannot be read"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
         ("a.doc", b"x", "there is no file of rows at .*a.doc"),
@@ -222,6 +229,60 @@ def test_quotes_in_tsv_and_long_cells_in_csv(tmp_path):
     long_text = "word " * 100_000
     (tmp_path / "a.csv").write_text(f'text\n"{long_text}"\n')
     assert next(rows(tmp_path / "a.csv"))["text"] == long_text
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "cell"),
+    [
+        # pandas writes cells with quotes, line ends or tabs in this way.
+        ('text\tlabel\n"say ""hi"""\ta\n', 1, '"say ""hi"""'),
+        ('text\tlabel\none\ta\n"two\nlines"\tb\n', 2, '"two'),
+        ('label\ttext\na\t"two\nlines"\n', 2, 'lines"'),
+        ('label\ttext\na\t"one\ttwo"\n', 1, '"one'),
+        ('text\n"say ""hi"" to\nall"\n', 1, '"say ""hi"" to'),
+    ],
+)
+def test_quoted_cells_of_tsv_files_are_refused(tmp_path, content, number, cell):
+    """A cell with the quotes of csv files is an error that names the row and the remedy."""
+    (tmp_path / "a.tsv").write_text(content)
+    with pytest.raises(UserError) as error:
+        list(rows(tmp_path / "a.tsv"))
+    assert str(error.value) == (
+        f"{tmp_path}/a.tsv, row {number}: the cells of a .tsv file must not be enclosed in quotes, "
+        f"got {cell}. Convert the file to .csv, or write it without quotes (`quoting=3`)."
+    )
+
+
+def test_single_quotes_in_tsv_cells_are_kept(tmp_path):
+    """Quotes that are not those of a csv file are characters like any other."""
+    texts = ['"Hi" and "bye"', '"" he said', '""hi""', 'say ""hi""', '"', '""', '"open']
+    (tmp_path / "a.tsv").write_text("".join(f"{line}\n" for line in ["text", *texts]))
+    assert [row["text"] for row in rows(tmp_path / "a.tsv")] == texts
+    (tmp_path / "b.tsv").write_text('text\tlabel\nsay "hi" twice\n')
+    assert list(rows(tmp_path / "b.tsv")) == [{"text": 'say "hi" twice', "label": None}]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_blank_lines_before_the_header_are_skipped(tmp_path, name):
+    """The first line that is not blank is the header; empty columns may have the same name."""
+    separator = "," if name == "a.csv" else "\t"
+    lines = [
+        "",
+        "  ",
+        separator.join(["text", "label", "", ""]),
+        separator.join(["a", "1", "", ""]),
+    ]
+    (tmp_path / name).write_text("\n".join(lines))
+    assert list(rows(tmp_path / name, ["text", "label"])) == [{"text": "a", "label": "1"}]
+
+
+@pytest.mark.parametrize("name", [".hidden.jsonl", "_rows.jsonl"])
+def test_a_hidden_file_that_is_named_is_read(tmp_path, name):
+    """A hidden file is read if it is the source, and skipped in a folder."""
+    write(tmp_path / name, ROWS[:1])
+    write(tmp_path / "a.jsonl", ROWS[1:2])
+    assert list(rows(tmp_path / name)) == ROWS[:1]
+    assert list(rows(tmp_path)) == ROWS[1:2]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

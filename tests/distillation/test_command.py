@@ -1,5 +1,6 @@
 """Tests of `neobert distill`: losses, training data, the student, complete runs, and errors."""
 
+import errno
 import json
 import os
 import shutil
@@ -535,6 +536,40 @@ def test_teacher_embeddings_resume_after_interruption(tmp_path, monkeypatch):
     assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
 
 
+def test_space_of_teacher_embeddings_is_reserved(tmp_path, monkeypatch):
+    """A full disk is an OSError with the path, before the teacher encodes a text.
+
+    A write to a memory map of a full disk would end the process with SIGBUS.
+    """
+    path = tmp_path / "v.npy"
+    allocated = []
+
+    class Teacher(CountingTeacher):
+        def embed(self, tokens, progress, prompt):
+            allocated.append(512 * path.stat().st_blocks)
+            return super().embed(tokens, progress, prompt)
+
+    texts = ["x"] * 50_000
+    teacher_embeddings(path, texts, Teacher(len(texts)))
+    assert allocated[0] >= path.stat().st_size >= 200_000
+
+    def fail(number):
+        def allocate(*arguments):
+            raise OSError(number, os.strerror(number))
+
+        return allocate
+
+    path = tmp_path / "w.npy"
+    monkeypatch.setattr(os, "posix_fallocate", fail(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left") as error:
+        teacher_embeddings(path, texts, CountingTeacher(0))
+    assert error.value.filename == str(path)
+
+    # A file system that cannot allocate space is no error.
+    monkeypatch.setattr(os, "posix_fallocate", fail(errno.EOPNOTSUPP))
+    assert len(teacher_embeddings(path, texts, CountingTeacher(len(texts)))) == len(texts)
+
+
 def test_teacher_embeddings_have_the_default_prompt(tmp_path, teacher):
     """The targets are the embeddings that `teacher.encode` returns, with its default prompt."""
     encoder = SentenceTransformer(teacher, device="cpu")
@@ -876,13 +911,18 @@ def test_batches_depend_on_seed_and_epoch():
 
 
 @pytest.mark.slow
-def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, monkeypatch):
+@pytest.mark.parametrize("muon", [False, True])
+def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, monkeypatch, muon):
     """A run that is interrupted twice ends with the weights of an uninterrupted run.
 
     One interruption is before the first checkpoint and one after it. The resumed run samples the
     same memory bank.
     """
-    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "memory_bank_size": 20}
+    options = {
+        "trainer": {"max_steps": 12, "save_steps": 4},
+        "memory_bank_size": 20,
+        "muon": muon,
+    }
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
 
     assert command(["distill", recipe(tmp_path / "a", teacher, files, **options)]) == 0

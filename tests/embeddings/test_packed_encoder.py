@@ -105,6 +105,16 @@ def test_a_model_without_a_transformer_is_refused(tmp_path, tokenizer_dir):
     )
 
 
+@pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"max_length": 16}, {"nonsense": 3}])
+def test_settings_of_a_loaded_model_are_refused(reference, arguments):
+    """An argument that would be ignored for a SentenceTransformer is an error."""
+    ((name, value),) = arguments.items()
+    message = f"^`{name}` cannot change a SentenceTransformer that is already loaded, got {value!r}"
+    with pytest.raises(UserError, match=message):
+        PackedEncoder(reference, device="cpu", **arguments)
+    assert PackedEncoder(reference, dtype="float32", device="cpu").dtype_name == "float32"
+
+
 def test_batches_respect_token_budget_and_cover_all_texts(reference):
     """Batches contain each text once, and keep the token budget unless a single text exceeds it."""
     encoder = PackedEncoder(reference, batch_tokens=100, dtype="float32", device="cpu")

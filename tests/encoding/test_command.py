@@ -34,9 +34,12 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from neobert import NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
+from neobert.common.folders import locked
 from neobert.common.identity import model_digest
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.encoding import command
 from neobert.encoding.command import Shard, main
+from neobert.encoding.folder import Folder
 from neobert.encoding.options import OPTIONS
 
 
@@ -369,6 +372,34 @@ def test_single_file_output_contains_all_parts(corpus, model_folder, encoder, tm
     with pytest.raises(UserError, match="must be a directory for several shards"):
         main([str(corpus), str(out), *argv, "--shard", "0/2"])
     assert out.read_bytes() == content
+
+
+def test_two_processes_cannot_write_the_same_file(corpus, model_folder, encoder, tmp_path):
+    """A second process is refused while the first one encodes, and reads what that has finished."""
+    out = tmp_path / "out.parquet"
+    work = tmp_path / "out.parquet.work"
+    with locked(work), pytest.raises(UserError, match=f"{work} is in use by another run. Wait"):
+        embed(corpus, out, model_folder, encoder)
+
+    # The first process finishes the output between the check of the second one and its lock.
+    class FinishedMeanwhile(Folder):
+        def read_manifest(self):
+            monkeypatch.undo()
+            embed(corpus, out, model_folder, encoder)
+            return super().read_manifest()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(command, "Folder", FinishedMeanwhile)
+        summary = embed(corpus, out, model_folder)
+    assert summary.texts == 70 and summary.encoded_texts == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "out.parquet"}
+
+
+def test_error_before_the_first_part_leaves_no_directory(corpus, model_folder, encoder, tmp_path):
+    """An invalid option leaves neither a lock file nor a directory of parts."""
+    with pytest.raises(UserError, match="`truncate_dim` must be at most 64"):
+        embed(corpus, tmp_path / "out.parquet", model_folder, encoder, truncate_dim=65)
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl"}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -263,23 +263,68 @@ def test_trainers_pass_the_warmup_of_the_installed_version(name):
 
 
 def test_load_rows_with_optional_columns(tmp_path):
-    """`load_rows` requires an optional column in all rows if the first row has the column.
+    """`load_rows` returns an optional column if any row has the column.
 
-    Other columns are dropped, and columns of texts must contain strings.
+    All rows must have the column if it must contain text. Other columns are dropped, and columns of
+    texts must contain strings.
     """
     path = tmp_path / "rows.jsonl"
     path.write_text('{"anchor": "a", "positive": "b", "negative": "c", "more": 1}\n')
     rows = load_rows(path, ["anchor", "positive"], optional=["negative"])
     assert rows == [{"anchor": "a", "positive": "b", "negative": "c"}]
 
-    path.write_text(path.read_text() + PAIR)
-    with pytest.raises(UserError, match="row 2: there is no column 'negative'"):
-        load_rows(path, ["anchor", "positive"], optional=["negative"])
+    texts = ["anchor", "positive"]
+    for number, lines in ((2, path.read_text() + PAIR), (1, PAIR + path.read_text())):
+        path.write_text(lines)
+        with pytest.raises(UserError, match=f"row {number}: there is no column 'negative'"):
+            load_rows(path, texts, optional=["negative"])
+        loaded = load_rows(path, texts, optional=["negative"], texts=texts)
+        assert sorted(str(row["negative"]) for row in loaded) == ["None", "c"]
 
     path.write_text('{"text": 1, "label": 2}\n')
     assert load_rows(path, ["text", "label"], texts=[]) == [{"text": 1, "label": 2}]
     with pytest.raises(UserError, match="'text' must be text"):
         load_rows(path, ["text", "label"], texts=["text"])
+
+
+def test_some_rows_of_the_reranker_may_have_negatives(tmp_path):
+    """A row without a negative has a random one, in any order of the rows."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"anchor": f"q{i}", "positive": f"a{i}"} for i in range(2)]
+    rows[1]["negative"] = "hard"
+    for lines in (rows, rows[::-1]):
+        path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        triplets = example("reranker").load_triplets(str(path))
+        assert {row["anchor"]: row["negative"] for row in triplets} == {"q0": "a1", "q1": "hard"}
+
+    path.write_text(json.dumps({**rows[0], "negative": ["a"]}) + "\n")
+    with pytest.raises(UserError, match="row 1: `negative` must be text"):
+        example("reranker").load_triplets(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "load", "good", "bad"),
+    [
+        (
+            "text_classification",
+            "load_labeled",
+            {"text": "a", "label": 0},
+            {"text": "b", "label": None},
+        ),
+        (
+            "token_classification",
+            "load_words",
+            {"tokens": ["a"], "tags": [0]},
+            {"tokens": ["b"], "tags": [None]},
+        ),
+    ],
+)
+def test_missing_labels_are_refused(tmp_path, name, load, good, bad):
+    """A missing label would become a class "None"."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    with pytest.raises(UserError, match="row 2: `(label|tags)` must be text or (a )?number"):
+        getattr(example(name), load)(str(path))
 
 
 def test_random_negatives_are_wrong_answers(tmp_path):
@@ -402,18 +447,24 @@ def search_module(monkeypatch):
     return module
 
 
-def test_search_adds_all_files_also_to_an_empty_store(search_module, tmp_path, monkeypatch, capsys):
-    """`add` reads every file, and adds to a store whose rows were all deleted.
+@pytest.fixture
+def run_search(search_module, tmp_path, monkeypatch, capsys):
+    """Return a function that runs examples/search.py in this process and returns its output."""
 
-    `--top` may be larger than the minimum number of candidates.
-    """
-
-    def run_search(*arguments):
+    def run(*arguments):
         command = ["search.py", *map(str, arguments), "--store", str(tmp_path / "store")]
         monkeypatch.setattr(sys, "argv", command)
         search_module.main()
         return capsys.readouterr().out
 
+    return run
+
+
+def test_search_adds_all_files_also_to_an_empty_store(run_search, tmp_path):
+    """`add` reads every file, and adds to a store whose rows were all deleted.
+
+    `--top` may be larger than the minimum number of candidates.
+    """
     paths = []
     for part in range(2):
         path = tmp_path / f"{part}.jsonl"
@@ -434,6 +485,45 @@ def test_search_adds_all_files_also_to_an_empty_store(search_module, tmp_path, m
     with pytest.raises(UserError, match="0.jsonl, row 1: `id` must be an integer of 64 bits"):
         run_search("add", paths[1], paths[0])
     assert len(ids(run_search("find", "bed", "--top", 300))) == 100
+
+
+def test_search_replaces_all_columns_of_a_row(search_module, run_search, tmp_path):
+    """A replaced row has null in the columns that its file does not have."""
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "old", "kind": "noun", "year": 1990}\n')
+    (tmp_path / "b.jsonl").write_text('{"year": 7.0, "text": "new", "id": 1}\n')
+    run_search("add", tmp_path / "a.jsonl")
+    run_search("add", tmp_path / "b.jsonl")
+
+    table = search_module.lancedb.connect(tmp_path / "store").open_table("texts").to_arrow()
+    (row,) = table.select(["id", "text", "kind", "year"]).to_pylist()
+    assert row == {"id": 1, "text": "new", "kind": None, "year": 7}
+
+
+def test_search_refuses_other_columns_before_it_adds_a_file(run_search, tmp_path):
+    """A column or type that the store does not have is an error, and no file is added."""
+    good, new_column, new_type = (tmp_path / f"{name}.jsonl" for name in "abc")
+    good.write_text('{"id": 1, "text": "a", "year": 1990}\n')
+    new_column.write_text('{"id": 2, "text": "b", "kind": "noun"}\n')
+    new_type.write_text('{"id": 3, "text": "c", "year": "late"}\n')
+    for path, message in (
+        (new_column, r"b.jsonl must have columns of the store \(id, .*got kind. Remove them"),
+        (new_type, "c.jsonl: `year` must have the type int64 of the store"),
+    ):
+        # The first file determines the columns of a new store.
+        with pytest.raises(UserError, match=message):
+            run_search("add", good, path)
+        assert not (tmp_path / "store" / "texts.lance").exists()
+
+    run_search("add", good)
+    with pytest.raises(UserError, match="b.jsonl must have columns of the store"):
+        run_search("add", good, new_column)
+
+
+@pytest.mark.parametrize("column", ["bits", "_distance", "_score"])
+def test_search_refuses_reserved_columns(search_module, tmp_path, column):
+    (tmp_path / "a.csv").write_text(f"id,text,{column}\n1,a,2\n")
+    with pytest.raises(UserError, match=f"a.csv must not have a column '{column}'.* Rename it."):
+        search_module.read_rows(str(tmp_path / "a.csv"), "model", None)
 
 
 @pytest.mark.parametrize(

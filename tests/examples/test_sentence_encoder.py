@@ -4,6 +4,7 @@ It loads in a process that cannot import this package, stays small, and retrieve
 Its model card has the figures of results/.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -83,6 +84,41 @@ def test_encoder_runs_packed_in_every_precision(encoder):
         cosines = (embeddings * expected).sum(1) / np.linalg.norm(embeddings, axis=1)
         # A single word is the worst case, because its rounding errors are not averaged over tokens.
         assert cosines.min() > min_cosine, f"{dtype}: {cosines}"
+
+
+def test_package_tokenizes_in_batches(monkeypatch):
+    """`encode` of the package keeps only token ids, and its batches do not depend on the chunks."""
+    path = ROOT / "packages" / "sentence-encoder" / "neobert_sentence_encoder" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("neobert_sentence_encoder", path)
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+    monkeypatch.setattr(package, "MODEL_FOLDER", FOLDER)
+    tokenizer = package._tokenizer()
+    texts = ["word " * (7 * number % 301) for number in range(1100)]
+    lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
+    sizes = []
+    widths = []
+
+    class Tokenizer:
+        def encode_batch(self, batch):
+            sizes.append(len(batch))
+            return tokenizer.encode_batch(batch)
+
+    class Session:
+        def run(self, names, inputs):
+            widths.append(inputs["input_ids"].shape[1])
+            sums = inputs["input_ids"].sum(1, keepdims=True)
+            return [np.broadcast_to(sums, (len(sums), 384)).astype(np.float32)]
+
+    monkeypatch.setattr(package, "_tokenizer", Tokenizer)
+    monkeypatch.setattr(package, "_session", Session)
+    embeddings = package.encode(texts, batch_size=10)
+    assert sizes == [1024, 76]
+    # All texts are sorted by length, not those of a chunk.
+    assert widths == sorted(lengths)[9::10]
+    expected = [sum(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
+    assert embeddings[:, 0].tolist() == expected
 
 
 def test_paraphrases_retrieve_definitions(encoder):

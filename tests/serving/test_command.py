@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -23,7 +26,7 @@ from neobert.cli import main
 from neobert.common.errors import UserError
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
-from neobert.serving.command import WorkerApplication, _bind, describe
+from neobert.serving.command import Supervisor, WorkerApplication, _bind, describe
 from neobert.serving.options import OPTIONS
 
 
@@ -112,6 +115,51 @@ def workers_of(process):
             if "spawn_main" in " ".join(child.cmdline()):
                 workers.append(child)
     return workers
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_workers_that_are_starting():
+    """Ctrl-C ends the server within seconds and without a traceback while its workers start."""
+    command = [sys.executable, "-m", "neobert", "serve", "--workers", "2", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--model", str(ENCODER)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(workers_of(process)) < 2:
+        assert time.monotonic() < deadline, "The workers were not started within 120 seconds."
+        time.sleep(0.1)
+    # The supervisor now waits for the workers, which import their modules.
+    time.sleep(1)
+
+    # A terminal sends the signal to all processes of the command.
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        assert process.communicate(timeout=30)[1] == ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+
+
+def test_supervisor_handles_signals_while_workers_start():
+    """The supervisor ends at a signal without waiting for the answers of its workers."""
+    supervisor = object.__new__(Supervisor)
+    supervisor.config = SimpleNamespace(timeout_worker_healthcheck=60)
+    supervisor.should_exit = threading.Event()
+    supervisor.signal_queue = []
+
+    def ping(timeout):
+        assert timeout < 1 and not supervisor.should_exit.is_set()
+        supervisor.signal_queue.append(signal.SIGTERM)
+        return False
+
+    worker = SimpleNamespace(process=SimpleNamespace(is_alive=lambda: True), ping=ping)
+    supervisor.processes = [worker, worker]
+    supervisor.keep_subprocess_alive()
+    assert supervisor.should_exit.is_set()
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ MODEL_FOLDER = Path(__file__).parent / "model"
 DIMENSION = 384
 # Maximum number of tokens of a text; the rest is ignored.
 MAX_LENGTH = 256
+# Number of texts per call of the tokenizer, which bounds the memory of its encodings.
+_TOKENIZER_BATCH = 1024
 
 
 def encode(
@@ -62,19 +64,19 @@ def encode(
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
 
-    encodings = _tokenizer().encode_batch(texts)
+    text_ids = _tokenize(texts)
     embeddings = np.empty((len(texts), DIMENSION), np.float32)
 
     # Texts of similar length are computed together, so little padding is needed.
-    order = sorted(range(len(texts)), key=lambda number: len(encodings[number].ids))
+    order = sorted(range(len(texts)), key=lambda number: len(text_ids[number]))
     for start in range(0, len(order), batch_size):
         numbers = order[start : start + batch_size]
         # The last text of a batch is its longest one.
-        length = len(encodings[numbers[-1]].ids)
+        length = len(text_ids[numbers[-1]])
         token_ids = np.zeros((len(numbers), length), np.int64)
         mask = np.zeros_like(token_ids)
         for row, number in enumerate(numbers):
-            ids = encodings[number].ids
+            ids = text_ids[number]
             token_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
 
@@ -110,6 +112,16 @@ def load(device: str = "cpu") -> SentenceTransformer:
     return SentenceTransformer(
         str(MODEL_FOLDER), device=device, trust_remote_code=True, local_files_only=True
     )
+
+
+def _tokenize(texts: list[str]) -> list[np.ndarray]:
+    """Return the token ids of each text."""
+    token_ids: list[np.ndarray] = []
+    for start in range(0, len(texts), _TOKENIZER_BATCH):
+        encodings = _tokenizer().encode_batch(texts[start : start + _TOKENIZER_BATCH])
+        # An encoding also contains the tokens, their offsets, and the truncated part of the text.
+        token_ids.extend(np.array(encoding.ids, np.int32) for encoding in encodings)
+    return token_ids
 
 
 @functools.cache
