@@ -3,7 +3,7 @@
     python examples/reranker.py --model examples/sentence-encoder --data FOLDER
 
 FOLDER contains train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its
-answer"}. If a file has a column "negative", it contains a wrong answer; otherwise the answer to
+answer"}. If a row has a column "negative", it contains a wrong answer; otherwise the answer to
 another question, sampled at random, is the wrong one.
 `python examples/make_pairs.py --output FOLDER` writes such a folder.
 """
@@ -42,13 +42,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_random_negatives(rows: list[dict], seed: int = 0) -> list[dict]:
-    """Return the rows with a column "negative", a random answer to another question."""
+    """Return the rows with a random answer to another question where "negative" is missing."""
     # A question may have several answers, and none of them is a negative.
     correct: dict[str, set[str]] = {}
     for row in rows:
         correct.setdefault(row["anchor"], set()).add(row["positive"])
     answers = sorted({row["positive"] for row in rows})
-    if any(len(positives) == len(answers) for positives in correct.values()):
+    incomplete = {row["anchor"] for row in rows if not row.get("negative")}
+    if any(len(correct[anchor]) == len(answers) for anchor in incomplete):
         raise UserError(
             "every question must have a wrong answer. Add rows, or a column `negative`."
         )
@@ -56,17 +57,27 @@ def add_random_negatives(rows: list[dict], seed: int = 0) -> list[dict]:
     generator = random.Random(seed)
     result = []
     for row in rows:
-        negative = row["positive"]
-        while negative in correct[row["anchor"]]:
-            negative = generator.choice(answers)
+        negative = row.get("negative")
+        if not negative:
+            negative = row["positive"]
+            while negative in correct[row["anchor"]]:
+                negative = generator.choice(answers)
         result.append({**row, "negative": negative})
     return result
 
 
 def load_triplets(path: str) -> list[dict]:
-    """Return the rows of a file with random negatives where the file has none."""
-    rows = load_rows(path, ["anchor", "positive"], optional=["negative"])
-    return rows if "negative" in rows[0] else add_random_negatives(rows)
+    """Return the rows of a file with random negatives for the rows that have none."""
+    texts = ["anchor", "positive"]
+    rows = load_rows(path, texts, optional=["negative"], texts=texts)
+    for number, row in enumerate(rows, 1):
+        negative = row.get("negative")
+        if negative is not None and not isinstance(negative, str):
+            raise UserError(
+                f"{path}, row {number:,}: `negative` must be text, got {negative!r:.60}. Use one "
+                "wrong answer per row."
+            )
+    return add_random_negatives(rows)
 
 
 def accuracy_of(model: CrossEncoder, rows: list[dict]) -> float:

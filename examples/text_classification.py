@@ -43,6 +43,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def load_labeled(path: str) -> list[dict]:
+    """Return the rows of a file, each with a text and a label."""
+    rows = load_rows(path, ["text", "label"], texts=["text"])
+    for number, row in enumerate(rows, 1):
+        if row["label"] is None:
+            raise UserError(
+                f"{path}, row {number:,}: `label` must be text or a number, got null. Add a label, "
+                "or remove the row."
+            )
+    return rows
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate the model, and return its accuracy and that of a baseline."""
     args = parse_args(argv)
@@ -50,8 +62,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     check_new(args.output)
     check_model(args.model)
 
-    train_rows = load_rows(f"{args.data}/train.jsonl", ["text", "label"], texts=["text"])
-    test_rows = load_rows(f"{args.data}/test.jsonl", ["text", "label"], texts=["text"])
+    train_rows = load_labeled(f"{args.data}/train.jsonl")
+    test_rows = load_labeled(f"{args.data}/test.jsonl")
 
     # Labels may be numbers in the file, and the configuration stores names.
     label_names = sorted({str(row["label"]) for row in train_rows})

@@ -53,6 +53,11 @@ def load_words(path: str) -> list[dict]:
             raise UserError(
                 f"{path}, row {number:,}: `tokens` and `tags` must be lists of equal length."
             )
+        if None in row["tags"]:
+            raise UserError(
+                f"{path}, row {number:,}: `tags` must be text or numbers, got null. Add a tag for "
+                "every token, or remove the row."
+            )
         # Tags may be numbers in the file, and the configuration stores names.
         row["tags"] = [str(tag) for tag in row["tags"]]
     return rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .commands import guarded
-from .data import rows
+from .data import replace_surrogates, rows
 from .errors import UserError
 
 
@@ -44,16 +44,32 @@ def load_rows(
     Args:
         source: Rows as .jsonl, .csv, .tsv or .parquet.
         columns: Columns that every row must have. Other columns are left out.
-        optional: Columns that are returned if the first row has them; then every row must.
-        texts: Columns that must contain text. By default all that are returned.
+        optional: Columns that are returned if any row has them. Other rows then have None, unless
+            the column must contain text.
+        texts: Columns that must contain text in every row. By default all that are returned.
 
     Raises:
         UserError: If the source does not exist, is empty or damaged, or lacks a column.
     """
-    first_row = next(rows(source), None)
-    if first_row is None:
+    # In .jsonl each row has its own columns, so one row does not determine those of the file.
+    all_columns: set[str] = set()
+    for row in rows(source):
+        all_columns.update(row)
+    if not all_columns:
         raise UserError(f"{source} contains no rows.")
 
-    # The first row decides which optional columns exist: a later row without one is an error.
-    names = [*columns, *(name for name in optional if name in first_row)]
-    return list(rows(source, names, names if texts is None else texts))
+    # A column that must contain text must also exist in every row.
+    available = [name for name in optional if name in all_columns]
+    required = [*columns, *(name for name in available if texts is None or name in texts)]
+    checked = rows(source, required, required if texts is None else texts)
+    other = [name for name in available if name not in required]
+    if not other:
+        return list(checked)
+
+    result = []
+    for row, full_row in zip(checked, rows(source)):
+        for name in other:
+            value = full_row.get(name)
+            row[name] = replace_surrogates(value) if isinstance(value, str) else value
+        result.append(row)
+    return result

@@ -21,8 +21,8 @@ from sentence_transformers.base.sampler import (
     NoDuplicatesBatchSampler,
 )
 
-from ..common.data import file_format, files, fraction, rows, schema
-from ..common.errors import UserError, one_line
+from ..common.data import file_format, files, fraction, numbered_rows, schema
+from ..common.errors import UserError, listed, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
 from ..evaluation.retrieval import is_negative_column
@@ -40,6 +40,8 @@ MIN_VALIDATION_QUERIES = 20
 MAX_VALIDATION_QUERIES = 500
 # Data with fewer queries is not split.
 MIN_QUERIES_TO_SPLIT = 200
+# Formats in which each row has its own columns.
+_JSON_FORMATS = (".jsonl", ".ndjson", ".json")
 # Column of the cached rows with the reason why a row is left out.
 LEFT_OUT = "left_out"
 
@@ -180,10 +182,16 @@ def with_negatives(source: PairSource) -> PairSource:
     """Return the dataset with the negative columns of its local file, unless it names some."""
     if not source.is_local or source.negatives:
         return source
-    # All files of a source must have the columns of the first one.
-    columns = schema(files(source.path)[0]).names
-    names = [name for name in columns if is_negative_column(name)]
-    return replace(source, negatives=names)
+    # A dictionary removes duplicates, and keeps the order of the columns.
+    columns: dict[str, None] = {}
+    for file in files(source.path):
+        # In .jsonl each row has its own columns.
+        if file.format in _JSON_FORMATS:
+            for _, row in numbered_rows(file):
+                columns |= dict.fromkeys(row)
+        else:
+            columns |= dict.fromkeys(schema(file).names)
+    return replace(source, negatives=[name for name in columns if is_negative_column(name)])
 
 
 def load_source(source: PairSource) -> "Dataset":
@@ -230,11 +238,38 @@ def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
     from datasets import load_dataset
 
     if source.is_local:
-        return rows(source.path, source.columns)
+        return _local_rows(source)
     if source.qrels:
         return _join_qrels(source)
     data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     return data.select_columns(source.columns)
+
+
+def _local_rows(source: PairSource) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a local dataset, which may lack columns of negatives.
+
+    Raises:
+        UserError: If a row lacks another column, or no row has a column of negatives.
+    """
+    required = replace(source, negatives=[]).columns
+    unseen = set(source.columns) - set(required)
+    for file in files(source.path):
+        # Only parquet files can be read by columns. `None` reads all columns.
+        columns = None
+        if file.format == ".parquet":
+            available = schema(file).names
+            columns = [name for name in source.columns if name in required or name in available]
+        for number, row in numbered_rows(file, columns):
+            absent = [name for name in required if name not in row]
+            if absent:
+                raise UserError(
+                    f"{file.url}, row {number + 1:,}: there is no column {absent[0]!r}. Columns: "
+                    f"{listed(row)}."
+                )
+            unseen.difference_update(row)
+            yield row
+    if unseen:
+        raise UserError(f"{source.path} has no row with the column {min(unseen)!r}.")
 
 
 def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str | None]]:

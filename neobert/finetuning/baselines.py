@@ -33,6 +33,11 @@ Metric = Callable[[np.ndarray, np.ndarray], float]
 MAX_TRAIN_ROWS = 20_000
 # The features of long documents would take gigabytes.
 MAX_TRAIN_CHARACTERS = 20_000_000
+# The optimizer stores about 25 copies of the coefficients, one per class and feature: 2 GB.
+MAX_COEFFICIENTS = 10_000_000
+MAX_CHARACTER_FEATURES = 200_000
+# The features of test rows are computed in chunks, because there may be millions of rows.
+ROWS_AT_ONCE = 1000
 BOOTSTRAP_SAMPLES = 200
 
 # Functions of labels and predictions. A correlation with constant predictions is not defined and
@@ -168,11 +173,17 @@ def fit_baselines(
     if len(np.unique(labels)) < 2 or not has_characters:
         return baselines
 
-    features = _TextFeatures().fit(texts)
+    # Rows of several labels have one column per class. A regression has one output.
+    classes = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
+    features = _TextFeatures(MAX_COEFFICIENTS // (1 if regression else classes)).fit(texts)
     linear = _linear_model(labels, regression, strength=1.0 if regression else 10.0)
     linear.fit(features.transform(texts), labels)
     name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
-    predictions = linear.predict(features.transform(test_texts))
+    chunks = [
+        linear.predict(features.transform(test_texts[start : start + ROWS_AT_ONCE]))
+        for start in range(0, len(test_texts), ROWS_AT_ONCE)
+    ]
+    predictions = np.concatenate(chunks)
     return [*baselines, Baseline(name, predictions, len(labels))]
 
 
@@ -275,19 +286,25 @@ class _TextFeatures:
 
     A pair is represented by the features of both texts, their absolute difference, their product
     and the cosine similarity of words and of characters.
+
+    Args:
+        max_features: Maximum number of features of a row. The most frequent ones are used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_features: int) -> None:
+        self.max_features = max_features
         # Unlike the default, the pattern keeps words of one letter and punctuation.
         self.words = TfidfVectorizer(
             ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]+", sublinear_tf=True
         )
-        self.characters = TfidfVectorizer(
-            analyzer="char_wb", ngram_range=(2, 5), max_features=200_000, sublinear_tf=True
-        )
+        self.characters = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
         self.union = FeatureUnion([("words", self.words), ("characters", self.characters)])
 
     def fit(self, texts: Texts) -> "_TextFeatures":
+        # A pair has the features of a text four times.
+        limit = self.max_features // (4 if len(_parts(texts[0])) == 2 else 1)
+        self.characters.max_features = max(1, min(MAX_CHARACTER_FEATURES, limit // 2))
+        self.words.max_features = max(1, limit - self.characters.max_features)
         # Both texts of a pair have the same vocabulary, so their features can be compared.
         self.union.fit([text for row in texts for text in _parts(row)])
         return self

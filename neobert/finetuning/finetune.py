@@ -33,7 +33,13 @@ from ..common.errors import UserError, one_line
 from ..common.files import read_json, write_json
 from ..common.folders import check_disjoint
 from ..common.identity import model_fingerprint
-from ..common.loading import check_model, check_vocabulary, load_tokenizer, text_limit
+from ..common.loading import (
+    check_model,
+    check_vocabulary,
+    load_tokenizer,
+    model_file,
+    text_limit,
+)
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import pooling_mode
@@ -146,11 +152,14 @@ def run_identity(
     training: TrainingArguments,
 ) -> dict[str, Any]:
     """Return what identifies a run: options, digests of the rows and of the model."""
+    task_settings = asdict(task)
+    # The digests of the rows contain the words already. Runs of earlier versions lack this field.
+    del task_settings["has_spaces"]
     return {
         **identity(options),
         **number_options(options.trainer),
         "metric": metric,
-        "task": asdict(task),
+        "task": task_settings,
         "model": model_fingerprint(options.model.model),
         "rows": [part.digest() for part in (splits.train, splits.validation, splits.test)],
         "learning_rate": training.learning_rate,
@@ -437,6 +446,7 @@ def task_record(task: TextTask, max_length: int, temperature: float) -> dict[str
         "text_columns": list(task.text_columns),
         "labels": list(task.labels),
         "bio": task.bio,
+        "has_spaces": task.has_spaces,
         "max_length": max_length,
         "temperature": temperature,
         "version": __version__,
@@ -455,8 +465,8 @@ def _label_scaling(labels: Sequence[float]) -> tuple[float, float]:
 def _encoder_pooling(model: str) -> str | None:
     """Return the pooling of a sentence encoder if a head has it: "mean" or "cls", or None."""
     # sentence-transformers stores the settings of its pooling module in this directory.
-    path = Path(model) / "1_Pooling" / "config.json"
-    if not path.is_file():
+    path = model_file(model, "1_Pooling/config.json")
+    if path is None:
         return None
     mode = pooling_mode(read_json(path))
     return mode if mode in ("mean", "cls") else None

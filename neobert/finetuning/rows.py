@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,9 @@ _MAX_NUMERIC_CLASSES = 50
 # Usual names of the columns; the first one that a file has is used.
 _TEXT_COLUMNS = ("text", "sentence", "tokens")
 _LABEL_COLUMNS = ("label", "labels", "tags", "ner_tags", "entities", "spans", "score")
+# Usual names of columns with the words of a text, and their tags.
+_WORD_COLUMN = "tokens"
+_TAG_COLUMNS = ("tags", "ner_tags")
 # Metrics of a task, the default one first, and its `problem_type` in a configuration.
 _METRICS = {
     CLASSIFICATION: ("accuracy", "macro_f1", "matthews"),
@@ -54,6 +57,7 @@ class TextTask:
         label_columns: Column of the label, or the columns of 0 and 1.
         labels: Class or tag names in the order of their numbers; empty for regression.
         bio: Whether tags are those of the BIO scheme.
+        has_spaces: Whether the words of token classification are separated by spaces in a string.
     """
 
     name: str
@@ -61,6 +65,7 @@ class TextTask:
     label_columns: tuple[str, ...]
     labels: tuple[str, ...] = ()
     bio: bool = False
+    has_spaces: bool = False
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -168,6 +173,12 @@ def find_columns(
 
     texts = choose(text_columns, _TEXT_COLUMNS, "text")
     labels = choose(label_columns, _LABEL_COLUMNS, "label")
+    # Tags belong to words, even if the row also contains the text of the words.
+    if text_columns is None and labels[0] in _TAG_COLUMNS and _WORD_COLUMN in first:
+        words = parsed_list(first[_WORD_COLUMN])
+        count = _word_count(words, first[labels[0]])
+        if count is not None and (isinstance(words, list) or count > 1):
+            texts = (_WORD_COLUMN,)
     if both := sorted(set(texts) & set(labels)):
         raise UserError(
             f"`text_column` and `label_column` must be different columns, got {listed(both)}."
@@ -216,7 +227,7 @@ def infer_task(
         name: Name of the task, or "auto" to infer the task.
     """
     if name == "auto":
-        name = _infer_name(raw, label_columns)
+        name = _infer_name(raw, text_columns, label_columns)
     if name == TOKENS and len(text_columns) > 1:
         raise UserError("token classification needs one text column, got two.")
     return TextTask(name, tuple(text_columns), tuple(label_columns))
@@ -258,7 +269,14 @@ def encode_rows(
     names = parts[0].names or (task.label_columns if len(task.label_columns) > 1 else ())
     if not set(used) <= set(names):
         names = ()
-    labels = tuple(_with_known_order(tuple(names) or _ordered(used), known_labels))
+    class_names = {name: name for name in used} if names else _class_names_of(used)
+    ordered = tuple(names) or _ordered(set(class_names.values()))
+    labels = tuple(_with_known_order(ordered, known_labels))
+    if not labels:
+        raise UserError(
+            f"{parts[0].source} must contain at least one label or span, got empty lists in all "
+            "rows. Add labels, or pass --label-column."
+        )
     if len(labels) < 2 and task.name == CLASSIFICATION:
         raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
 
@@ -268,12 +286,13 @@ def encode_rows(
     encoded = []
     for rows, row_labels in zip(texts, values):
         if task.name == MULTI_LABEL:
-            # Constants are shared, so a value takes 8 bytes instead of 32.
-            coded: list[Any] = [
-                [1.0 if name in row else 0.0 for name in labels] for row in map(set, row_labels)
-            ]
+            coded: list[Any] = []
+            for row in row_labels:
+                row_names = {class_names[label] for label in row}
+                # Constants are shared, so a value takes 8 bytes instead of 32.
+                coded.append([1.0 if name in row_names else 0.0 for name in labels])
         else:
-            coded = [numbers[label] for label in row_labels]
+            coded = [numbers[class_names[label]] for label in row_labels]
         encoded.append(Examples(rows, coded, []))
     return task, encoded
 
@@ -318,6 +337,17 @@ def _name(value: Any) -> str:
     return str(value)
 
 
+def _class_names_of(labels: Collection[str]) -> dict[str, str]:
+    """Return the class name of each label. If all labels are numbers, 1.0 and 1 are one class.
+
+    pandas writes 1 as 1.0 if a value of the column is missing.
+    """
+    if any(_number(label) is None for label in labels):
+        return {label: label for label in labels}
+    # A number without a decimal point may be a code such as 007, which is kept.
+    return {label: _name(float(label)) if "." in label else label for label in labels}
+
+
 def _ordered(names: Iterable[str]) -> tuple[str, ...]:
     """Return names in numerical order if all are numbers, otherwise in alphabetical order."""
     distinct = sorted(names)
@@ -345,9 +375,14 @@ def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) else ()
 
 
-def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
+def _infer_name(raw: RawRows, text_columns: Sequence[str], label_columns: Sequence[str]) -> str:
     if len(label_columns) > 1:
         return MULTI_LABEL
+    # Words and tags may be separated by spaces. Rows of a single word could have plain labels.
+    if tuple(text_columns) == (_WORD_COLUMN,) and label_columns[0] in _TAG_COLUMNS:
+        counts = [_word_count(text, tags) for (text,), tags in zip(raw.texts, raw.labels)]
+        if None not in counts and any((count or 0) > 1 for count in counts):
+            return TOKENS
     # Lists are tags if the text is a list of words, or if they contain spans. Others are sets of
     # labels.
     if all(isinstance(value, list) for value in raw.labels):
@@ -358,11 +393,42 @@ def _infer_name(raw: RawRows, label_columns: Sequence[str]) -> str:
 
     # Words are classes. Whole numbers are classes if there are few of them, otherwise values.
     numbers = [_number(value) for value in raw.labels]
-    if raw.names or any(number is None for number in numbers):
+    if raw.names:
+        return CLASSIFICATION
+    if None in numbers:
+        _check_no_regression(raw, numbers)
         return CLASSIFICATION
     is_whole = all(float(number or 0).is_integer() for number in numbers)
     is_small = len(set(numbers)) <= _MAX_NUMERIC_CLASSES
     return CLASSIFICATION if is_whole and is_small else REGRESSION
+
+
+def _check_no_regression(raw: RawRows, numbers: Sequence[float | None]) -> None:
+    """Raise UserError if most labels are different numbers, so the others are probably errors."""
+    if len(set(numbers) - {None}) > len(numbers) / 2:
+        number = numbers.index(None)
+        raise _row_error(
+            raw,
+            number,
+            "the label of a regression must be a number",
+            raw.labels[number],
+            " Most labels are different numbers. Correct or remove the row and pass --task "
+            "regression, or pass --task classification.",
+        )
+
+
+def _word_count(text: Any, tags: Any) -> int | None:
+    """Return the number of words of a row, or None if it does not have one tag per word."""
+    words = _split_cell(text)
+    word_tags = _split_cell(tags)
+    is_list = isinstance(words, list) and isinstance(word_tags, list)
+    return len(words) if is_list and len(words) == len(word_tags) else None
+
+
+def _split_cell(value: Any) -> Any:
+    """Return the list in a cell, which is JSON or has its items separated by spaces."""
+    items = parsed_list(value)
+    return items.split() if isinstance(items, str) else items
 
 
 def _texts(part: RawRows) -> list[tuple[str, ...]]:
@@ -375,9 +441,9 @@ def _texts(part: RawRows) -> list[tuple[str, ...]]:
     return rows
 
 
-def _row_error(part: RawRows, number: int, rule: str, value: Any) -> UserError:
+def _row_error(part: RawRows, number: int, rule: str, value: Any, remedy: str = "") -> UserError:
     shown = shortened(json.dumps(value, default=str), 60)
-    return UserError(f"{part.source}, labeled row {number + 1:,}: {rule}, got {shown}.")
+    return UserError(f"{part.source}, labeled row {number + 1:,}: {rule}, got {shown}.{remedy}")
 
 
 def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
@@ -423,7 +489,13 @@ def _encode_tags(
     """Return a task of token classification with its tags, and the rows of every part."""
     # Spans and lists become one tag per word in both cases.
     encoded = []
+    # `neobert predict` splits the words in the same way.
+    has_spaces = False
     for part in parts:
+        has_spaces |= any(
+            isinstance(parsed_list(text), str) and not _has_spans(value)
+            for (text,), value in zip(part.texts, part.labels)
+        )
         rows = [_tagged(part, number) for number in range(len(part.texts))]
         encoded.append(
             Examples(
@@ -453,7 +525,7 @@ def _encode_tags(
     else:
         labels = sorted(names)
     ordered = tuple(_with_known_order(labels, known_labels))
-    return replace(task, labels=ordered, bio=bio), encoded
+    return replace(task, labels=ordered, bio=bio, has_spaces=has_spaces), encoded
 
 
 def _with_known_order(
@@ -470,7 +542,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
     (text,) = part.texts[number]
     value = part.labels[number]
     # An empty list is a text without a span.
-    if isinstance(text, str) and isinstance(value, list) and _are_spans(value):
+    if isinstance(text, str) and _has_spans(value):
         for span in value:
             if not 0 <= span["start"] < span["end"] <= len(text):
                 raise _row_error(part, number, "a span must be inside the text", span)
@@ -480,11 +552,9 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         return text, tags, words, lost
 
     # A csv file has tokens and tags as JSON lists, or as texts separated by spaces.
-    tokens = parsed_list(text)
-    tokens = tokens.split() if isinstance(tokens, str) else tokens
-    tags = value.split() if isinstance(value, str) else value
-    is_list = isinstance(tokens, list) and isinstance(tags, list)
-    if not is_list or len(tokens) != len(tags):
+    tokens = _split_cell(text)
+    tags = _split_cell(value)
+    if _word_count(tokens, tags) is None:
         rule = "tokens and tags must be lists of the same length, or spans of a text"
         raise _row_error(part, number, rule, value)
     if part.names:
@@ -495,9 +565,9 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
     return data.replace_surrogates(joined), list(tags), words, 0
 
 
-def _are_spans(values: Sequence[Any]) -> bool:
-    """Return whether values are spans: mappings with "start", "end" and "label"."""
-    return all(
+def _has_spans(values: Any) -> bool:
+    """Return whether values are a list of spans: mappings with "start", "end" and "label"."""
+    return isinstance(values, list) and all(
         isinstance(item, dict)
         and isinstance(item.get("start"), int)
         and isinstance(item.get("end"), int)

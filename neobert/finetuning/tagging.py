@@ -55,6 +55,11 @@ def split_words(text: str) -> Bounds:
     return [match.span() for match in _WORD.finditer(text)]
 
 
+def split_at_spaces(text: str) -> Bounds:
+    """Return the bounds of the words of a text that are separated by spaces."""
+    return [match.span() for match in re.finditer(r"\S+", text)]
+
+
 def join_words(words: Sequence[str]) -> tuple[str, Bounds]:
     """Return words as one text with spaces between them, and their bounds."""
     bounds = []

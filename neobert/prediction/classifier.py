@@ -49,7 +49,9 @@ from ..finetuning.tagging import (
     is_bio,
     join_words,
     predicted_tags,
+    split_at_spaces,
     split_words,
+    to_bio,
     token_positions,
 )
 from ..finetuning.tokenization import tokenize_rows
@@ -59,7 +61,7 @@ from .options import PredictOptions
 
 # Maximum sequence length of a model without task.json.
 _DEFAULT_LENGTH = 512
-# Number of decimal digits of probabilities and values.
+# Number of decimal digits of probabilities.
 _DIGITS = 6
 
 
@@ -94,6 +96,8 @@ class TaskRecord:
                 label_columns=(),
                 labels=tuple(record["labels"]),
                 bio=record["bio"],
+                # Models of earlier versions do not have the key.
+                has_spaces=record.get("has_spaces", False),
             )
             return cls(task, record["max_length"], record["temperature"])
 
@@ -430,10 +434,13 @@ class PackedClassifier:
                 rows.append(tuple(map(replace_surrogates, row)))
                 continue
 
-            # Entities consist of words. A text is split into words, and a list of words is joined
-            # to a text. Both have the bounds of each word in the text.
-            is_split = not isinstance(text, str)
-            joined, bounds = join_words(text) if is_split else (text, split_words(text))
+            # Entities consist of words. A text is split into words as in training, and a list of
+            # words is joined to a text. Both have the bounds of each word in the text.
+            if isinstance(text, str):
+                split = split_at_spaces if self.task.has_spaces else split_words
+                joined, bounds = text, split(text)
+            else:
+                joined, bounds = join_words(text)
             rows.append((replace_surrogates(joined),))
             words.append(bounds)
 
@@ -453,7 +460,8 @@ class PackedClassifier:
     def _labels(self, logits: np.ndarray, all_probabilities: bool) -> list[dict[str, Any]]:
         """Return the values or labels of texts from their logits, (N, C)."""
         if self.task.name == REGRESSION:
-            return [{"prediction": round(float(row[0]), _DIGITS)} for row in logits]
+            # The text of a float32 has the fewest digits that identify it, also for small values.
+            return [{"prediction": float(str(np.float32(row[0])))} for row in logits]
 
         multi_label = self.task.name == MULTI_LABEL
         labels = self.task.labels
@@ -522,7 +530,9 @@ class PackedClassifier:
             tags = predicted_tags(self.task.labels, scores, margin >= 0)
 
             entities = []
-            for entity in find_entities(tags, bounds, self.task.bio):
+            # Models that were trained elsewhere may have tags of BIOES or BILOU.
+            entity_tags = to_bio(tags) if self.task.bio else tags
+            for entity in find_entities(entity_tags, bounds, self.task.bio):
                 index = np.arange(entity.first, entity.stop)
                 # The probability of an entity is the mean over its words.
                 entities.append(
@@ -536,9 +546,9 @@ class PackedClassifier:
                 )
 
             result: dict[str, Any] = {"prediction": entities}
-            # Only lists of words have a column with one tag per word. A word that was truncated has
-            # no tag, unless `O` is a label.
-            if not isinstance(text, str):
+            # Only texts that consist of words have a column with one tag per word: lists, or words
+            # separated by spaces. A word that was truncated has no tag, unless `O` is a label.
+            if self.task.has_spaces or not isinstance(text, str):
                 result["predicted_tags"] = [
                     tag if tag in self.task.labels else None for tag in tags
                 ]

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from ..common import data
 from ..common.environment import environment
 from ..common.errors import UserError, listed
-from ..common.files import read_json, write_json
+from ..common.files import read_json, write_json, write_record
 from ..common.folders import check_disjoint, new_file
 from ..common.identity import model_digest
 from ..common.loading import check_model
@@ -207,7 +207,9 @@ class Prediction:
             record, task=dataclasses.replace(record.task, text_columns=text_columns)
         )
 
-        is_split = record.task.name == TOKENS and self._is_split(text_columns[0])
+        is_split = record.task.name == TOKENS and (
+            record.task.has_spaces or self._is_split(text_columns[0])
+        )
         predictions = output_columns(record.task, self.options.data.probabilities, is_split)
         self.table = Table.for_files(self.files, self.format, columns, predictions)
 
@@ -252,17 +254,19 @@ class Prediction:
         columns = list(data.schema(first).names)
         text_columns = tuple(self.options.data.text_column or record.task.text_columns)
         missing = [name for name in text_columns if name not in columns]
-        # Without an option, a column named text replaces missing columns of the training.
-        if missing and self.options.data.text_column is None and "text" in columns:
+        # A model of pairs needs two columns, any other model one.
+        count = len(record.task.text_columns)
+        # Without an option, a column named text replaces a missing column of the training.
+        has_default = self.options.data.text_column is None and "text" in columns
+        if missing and has_default and count < 2:
             text_columns = ("text",)
             missing = []
 
-        # A model of pairs needs two columns, any other model one.
-        count = len(record.task.text_columns)
         if missing:
+            noun = "columns" if count > 1 else "column"
             raise UserError(
                 f"{first.url} has no column {missing[0]!r}, only {listed(columns)}. Name the text "
-                "column with --text-column."
+                f"{noun} with --text-column."
             )
         if record.task.text_columns and len(text_columns) != count:
             raise UserError(
@@ -385,7 +389,7 @@ class Prediction:
             "summary": dataclasses.asdict(summary),
             "environment": environment(dtype=self.options.inference.dtype),
         }
-        write_json(self.record_path, content)
+        write_record(self.record_path, content)
         with new_file(self.output) as file:
             self.table.join(self.parts, file)
 

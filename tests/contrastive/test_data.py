@@ -238,6 +238,33 @@ def test_only_numbered_columns_are_negatives(tmp_path):
     assert queries.texts == ["p", "n", "n1", "n2"]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_any_row_may_have_negatives(tmp_path, caplog, order):
+    """The columns of negatives are those of all rows; a row without negatives is left out."""
+    rows = [
+        {"anchor": "a", "positive": "p"},
+        {"anchor": "b", "positive": "q", "negative_1": "n"},
+        {"anchor": "c", "positive": "r", "negative": "m"},
+    ]
+    path = str(write_jsonl(tmp_path / "a.jsonl", rows[::order]))
+    source = with_negatives(PairSource(name="a", path=path))
+    assert sorted(source.negatives) == ["negative", "negative_1"]
+    assert sorted(load_source(source)["negative_1"]) == ["m", "n"]
+    assert "a: 1 of 3 rows are left out: 1 without negative." in caplog.messages
+
+
+def test_missing_columns_are_reported(tmp_path):
+    """Every row needs the anchor, and at least one row the negatives that a recipe names."""
+    row = {"anchor": "a", "positive": "p"}
+    path = str(write_jsonl(tmp_path / "a.jsonl", [row]))
+    with pytest.raises(UserError, match="a.jsonl has no row with the column 'neg'"):
+        load_source(PairSource(name="a", path=path, negatives=["neg.0"]))
+
+    write_jsonl(tmp_path / "a.jsonl", [row, {"positive": "p"}])
+    with pytest.raises(UserError, match="row 2: there is no column 'anchor'. Columns: positive"):
+        load_source(PairSource(name="a", path=path))
+
+
 @pytest.mark.parametrize("place", ["file", "data set of the library"])
 def test_rows_that_are_left_out_are_logged(tmp_path, caplog, place):
     """Rows without a text or with a low or missing score are left out, and the counts are logged.

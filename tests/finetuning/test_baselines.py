@@ -94,6 +94,41 @@ def test_training_characters_are_limited(monkeypatch):
     assert 20 <= tfidf.train_rows <= characters // min(map(len, TEXTS)) < 60
 
 
+def test_coefficients_are_limited(monkeypatch):
+    """The number of classes times the number of features is limited, also for pairs."""
+    sizes = []
+    linear_model = baselines._linear_model
+
+    class Recorder:
+        def __init__(self, *arguments, **options):
+            self.model = linear_model(*arguments, **options)
+
+        def fit(self, features, labels):
+            sizes.append(features.shape[1] * len(set(labels)))
+            self.model.fit(features, labels)
+            return self
+
+        def predict(self, features):
+            sizes.append(features.shape[0])
+            return self.model.predict(features)
+
+    _, unlimited = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
+    monkeypatch.setattr(baselines, "_linear_model", Recorder)
+    monkeypatch.setattr(baselines, "ROWS_AT_ONCE", 3)
+    # The predictions in chunks are the same.
+    _, chunked = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
+    assert sizes[1:] == [3, 1]
+    assert chunked.predictions.tolist() == unlimited.predictions.tolist()
+
+    monkeypatch.setattr(baselines, "MAX_COEFFICIENTS", 400)
+    pairs = [(text, text) for text in TEXTS]
+    for texts, tests in ((TEXTS, TEST_TEXTS), (pairs, [(text, text) for text in TEST_TEXTS])):
+        sizes.clear()
+        baselines.fit_baselines(texts, LABELS, tests)
+        # Pairs also have two similarities.
+        assert 300 <= sizes[0] <= 404
+
+
 @pytest.mark.parametrize(("texts", "labels"), [(TEXTS, ["a"] * 60), ([" "] * 60, LABELS)])
 def test_linear_baseline_is_skipped_if_it_cannot_be_fitted(texts, labels):
     """Only the constant baseline is returned if the linear model cannot be fitted."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import finetune_runs as runs
+from helpers.hub_cache import add_to_cache
 from helpers.jsonl import write_jsonl
 from helpers.paths import ROOT
 from safetensors.torch import load_file
@@ -16,14 +17,18 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from neobert.cli import main
 from neobert.common.errors import UserError
+from neobert.common.files import write_json
+from neobert.common.pooling import write_pooling
 from neobert.embeddings import windows
 from neobert.finetuning import comparison, evaluation, finetune_card, plots, token_baselines
 from neobert.finetuning.comparison import Baselines, Result, compare
+from neobert.finetuning.finetune import _encoder_pooling, task_record
 from neobert.finetuning.finetune_options import FINETUNE
 from neobert.finetuning.rows import Examples, TextTask
 from neobert.finetuning.splits import Splits
 from neobert.finetuning.tagging import split_words
 from neobert.finetuning.tokenization import tokenize_rows
+from neobert.prediction.classifier import TaskRecord
 
 
 def value(result, metric, entry="fine_tuned"):
@@ -273,6 +278,23 @@ def test_plots_draw_labels_literally(tmp_path):
     assert plots.plot_confusion([[1, 2], [3, 4]], labels, tmp_path / "confusion.png")
     table = [{"label": label, "f1": 0.5} for label in labels]
     assert plots.plot_label_f1(table, tmp_path / "f1.png")
+
+
+def test_task_is_saved_for_predict(tmp_path):
+    """`neobert predict` splits texts into words as in training."""
+    for has_spaces in (False, True):
+        task = TextTask("tokens", ("tokens",), (), ("O", "B-X"), bio=True, has_spaces=has_spaces)
+        write_json(tmp_path / "task.json", task_record(task, 64, 1.5))
+        assert TaskRecord.load(str(tmp_path)) == TaskRecord(task, 64, 1.5)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("mean", "mean"), ("max", None)])
+def test_pooling_of_a_hub_model_is_read(tmp_path, monkeypatch, mode, expected):
+    """A sentence encoder on the Hub determines the pooling of the new head, as a directory does."""
+    write_pooling(tmp_path / "model", 32, mode)
+    add_to_cache(monkeypatch, tmp_path / "hub", tmp_path / "model", "user/model")
+    assert _encoder_pooling(str(tmp_path / "model")) == expected
+    assert _encoder_pooling("user/model") == expected
 
 
 def test_a_metric_of_another_task_is_refused(tmp_path):

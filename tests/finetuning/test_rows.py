@@ -34,9 +34,13 @@ def rows_with(labels, column="label", copies=10):
     ("labels", "name", "expected"),
     [
         (["b", "a"], "classification", ("a", "b")),
-        # Numeric labels are sorted by value, and keep their spelling.
+        # Numeric labels are sorted by value. Codes keep their zeros, and versions among words are
+        # no numbers.
         ([10, 9, 1], "classification", ("1", "9", "10")),
-        (["10", "9.0", "1"], "classification", ("1", "9.0", "10")),
+        (["10", "9.0", "1", "1.0"], "classification", ("1", "9", "10")),
+        (["007", "1.0"], "classification", ("1", "007")),
+        (["1.0", "1", "old"], "classification", ("1", "1.0", "old")),
+        ([["1.0"], ["1", "2"]], "multi-label", ("1", "2")),
         ([1.0, 2.0], "classification", ("1", "2")),
         ([True, False], "classification", ("False", "True")),
         ([0.5, 2], "regression", ()),
@@ -48,7 +52,7 @@ def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
     """Check the task and the class names for labels of several types."""
     task, splits = read(tmp_path, rows_with(labels))
     assert (task.name, task.labels) == (name, expected)
-    if name == "multi-label":
+    if labels == [["x"], ["y", "x"], []]:
         assert {tuple(label) for label in splits.train.labels} == {(1, 0), (1, 1), (0, 0)}
 
 
@@ -91,6 +95,39 @@ def test_tags_and_spans_are_token_classification(tmp_path):
     spans[3]["entities"] = [{"start": 2, "end": 40, "label": "PER"}]
     with pytest.raises(UserError, match="row 4: a span must be inside the text"):
         read(tmp_path / "outside", spans)
+
+
+def test_words_are_preferred_to_their_text(tmp_path):
+    """Tags belong to the column of words, but a number of tokens is not a text."""
+    words = [
+        {"id": i, "text": f"Ada {i}", "tokens": ["Ada", str(i)], "ner_tags": ["B-PER", "O"]}
+        for i in range(30)
+    ]
+    task, _ = read(tmp_path, words)
+    assert (task.name, task.text_columns, task.has_spaces) == ("tokens", ("tokens",), False)
+
+    counts = [{"text": f"text {i}", "tokens": 2, "tags": ["x", "y"]} for i in range(30)]
+    task, _ = read(tmp_path / "counts", counts)
+    assert (task.name, task.text_columns) == ("multi-label", ("text",))
+
+
+@pytest.mark.parametrize("columns", [("tokens", "tags"), ("sentence", "labels")])
+def test_words_and_tags_may_be_separated_by_spaces(tmp_path, columns):
+    """The task is inferred if the columns are named tokens and tags; --task sets it otherwise."""
+    text, label = columns
+    rows = [{text: f"Ada w{i}", label: "B-PER O"} for i in range(30)]
+    # A text of a single word does not change the task.
+    rows.append({text: "rain", label: "O"})
+    options = {} if text == "tokens" else {"task": "tokens"}
+    task, splits = read(tmp_path, rows, **options)
+    assert (task.name, task.labels, task.has_spaces) == ("tokens", ("O", "B-PER", "I-PER"), True)
+    assert splits.train.labels[0] == ["B-PER", "O"]
+
+    # Single words with single labels, or with labels of another number, are classified.
+    single = [{text: f"w{i}", label: "ab"[i % 2]} for i in range(30)]
+    assert read(tmp_path / "single", single)[0].name == "classification"
+    rows[5][label] = "B-PER O O"
+    assert read(tmp_path / "other", rows)[0].name == "classification"
 
 
 def test_a_csv_may_contain_lists(tmp_path):
@@ -252,6 +289,13 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
         ([{"text": "a", "label": "x"}] * 9, {"task": "regression"}, "must be a number, got"),
         ([{"text": "a", "label": "x"}], {"text_column": ["label"]}, "must be different columns"),
         (rows_with(["a", "b"], copies=2), {}, "must have at least 2 rows, got"),
+        (rows_with([[]], "spans"), {}, "at least one label or span, got empty lists in all rows"),
+        (rows_with([[]], "spans"), {"task": "tokens"}, "must contain an entity, got none"),
+        (
+            rows_with([*range(60), "N/A"], copies=1),
+            {},
+            'row 61: the label of a regression must be a number, got "N/A". .* --task regression',
+        ),
     ],
 )
 def test_unusable_rows_are_reported(tmp_path, rows, options, message):

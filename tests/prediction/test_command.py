@@ -31,7 +31,7 @@ from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.embeddings.windows import text_windows
 from neobert.finetuning.tagging import join_words
-from neobert.prediction import command
+from neobert.prediction import classifier, command
 from neobert.prediction.classifier import PackedClassifier, TaskRecord
 from neobert.prediction.command import predict
 from neobert.prediction.options import OPTIONS
@@ -193,6 +193,16 @@ def test_multi_label_and_regression(tmp_path):
     assert values == pytest.approx([logits_of(folder, text)[0] for text in TEXTS], abs=2e-5)
 
 
+def test_values_of_a_regression_keep_their_digits(tmp_path):
+    """Small values are not rounded to 0, and a value has no more digits than a float32."""
+    folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
+    options = OPTIONS["predict"].read(["in.jsonl", "out.jsonl", "--model", str(folder)])
+    packed = PackedClassifier(options, TaskRecord.load(str(folder)))
+    logits = np.array([[3.04e-07], [0.1], [16777215]], np.float32).astype(np.float64)
+    values = [row["prediction"] for row in packed._labels(logits, all_probabilities=False)]
+    assert values == [3.04e-07, 0.1, 16777215]
+
+
 def test_pairs(tmp_path, model):
     """A model of pairs reads two columns, and does not support windows."""
     folder = write_classifier(tmp_path / "pairs")
@@ -203,6 +213,11 @@ def test_pairs(tmp_path, model):
     assert [row["prediction"] for row in predictions] == best
     with pytest.raises(UserError, match="needs one text column, got a model of pairs"):
         run(tmp_path, [], folder, "--long-texts", "windows", output="windows.jsonl")
+
+    # A column named text is not a pair.
+    (tmp_path / "missing").mkdir()
+    with pytest.raises(UserError, match="has no column 'b', only a, text. Name the text columns"):
+        run(tmp_path / "missing", [{"a": "x", "text": "y"}], folder)
 
 
 def test_bert_predictions_match_transformers(tmp_path):
@@ -302,6 +317,41 @@ def test_entities_match_tags_of_first_tokens(tmp_path, tagger):
             assert 0 < entity["probability"] <= 1
         count += len(expected)
     assert count > 10
+
+
+def test_entities_of_other_schemes(tmp_path, monkeypatch):
+    """The tags of BILOU form entities of several words, and are returned unchanged."""
+    tags = ["B-X", "I-X", "L-X", "U-X", "O", "U-Y"]
+    monkeypatch.setattr(classifier, "predicted_tags", lambda *arguments: tags)
+    words = ["the", "old", "man", "Ada", "saw", "Rome"]
+    folder = write_classifier(
+        tmp_path / "bilou", NeoBERTForTokenClassification, labels=sorted({*tags})
+    )
+    ((row,), _) = run(tmp_path, [{"text": words}], folder)
+    assert [(entity["text"], entity["label"]) for entity in row["prediction"]] == [
+        ("the old man", "X"),
+        ("Ada", "X"),
+        ("Rome", "Y"),
+    ]
+    assert row["predicted_tags"] == tags
+
+
+def test_words_separated_by_spaces_get_tags(tmp_path):
+    """A model that was trained on such words splits texts in the same way."""
+    names = ["O", "B-X", "I-X"]
+    folder = write_classifier(tmp_path / "model", NeoBERTForTokenClassification, labels=names)
+    settings = {"task": "tokens", "text_columns": ["tokens"], "labels": names, "bio": True}
+    write_task(folder, **settings, has_spaces=True)
+    text = "e-mail  from U.S. offices"
+    # Unlike .jsonl, a parquet file has only the columns of its schema.
+    ((row,), _) = run(tmp_path, [{"tokens": text}], folder, output="out.parquet")
+    assert len(row["predicted_tags"]) == 4
+    # The positions are those of the text, which may have several spaces in a row.
+    assert all(text[e["start"] : e["end"]] == e["text"] for e in row["prediction"])
+
+    (tmp_path / "lists").mkdir()
+    ((words,), _) = run(tmp_path / "lists", [{"tokens": text.split()}], folder)
+    assert words["predicted_tags"] == row["predicted_tags"]
 
 
 def test_lists_of_words_get_tags(tmp_path, tagger):
