@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "a2f47b9f"
+VERSION = "21b3d549"
 
 logger = logging.get_logger(__name__)
 

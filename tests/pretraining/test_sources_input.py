@@ -54,7 +54,7 @@ BAD = [
         {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
         "must be at most 1, got",
     ),
-    ({"eval_strategy": "steps"}, "you didn't pass an `eval_dataset`"),
+    ({"eval_strategy": "steps"}, "there are no validation texts"),
     ({"output": "{corpus}/train.txt"}, "must not contain each other"),
     ({"init_from": "{corpus}/raw"}, "must contain a checkpoint: model.safetensors"),
     ({"max_length": 2, "streaming": "true"}, "`--max-length` must be an integer, at least 3"),
