@@ -42,6 +42,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
                 "--muon."
             )
+
         self.parts: list[Any] = [
             torch.optim.Muon(
                 matrices,
@@ -57,6 +58,7 @@ class MuonAdamW(torch.optim.Optimizer):
                     others, lr=learning_rate, betas=betas, eps=epsilon, weight_decay=0.0
                 )
             )
+
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share()
 
