@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "21b3d549"
+VERSION = "70b0f8e0"
 
 logger = logging.get_logger(__name__)
 
@@ -85,10 +85,8 @@ def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 PACKING_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-
-# Sequences are divided by their length before they are re-padded, if the re-padded batch would have
-# more than this number of positions per token.
+# A re-padded batch with more positions per token than this is divided into groups of sequences of
+# similar length.
 MAX_PADDING = 4
 
 
@@ -367,38 +365,48 @@ class Packing:
         """Return the re-padded form of a batch of `total` packed tokens, one row per sequence."""
         bounds = self.cu_seq_lens.long()
         starts, lengths = bounds[:-1], bounds.diff()
-        count = len(starts)
-        if is_tracing() or count * self.max_length <= MAX_PADDING * total:
-            steps = torch.arange(self.max_length, device=bounds.device)
-            return Padding(
-                tokens=((starts[:, None] + steps).clamp(max=total - 1),),
-                masks=(steps < lengths[:, None],),
-                positions=self.position_ids(total)[0] + self.sequence_ids(total) * self.max_length,
-            )
+        tokens: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
+        # Position of the first token of each sequence in the flattened, concatenated groups.
+        firsts = torch.zeros_like(starts)
+        end = 0
 
-        # Many short sequences beside a long one would take memory for its length each. A group has
-        # sequences of 2^n to 2^(n + 1) - 1 tokens, so more than half of its positions are tokens.
+        for sequences, longest in self._length_groups(total):
+            steps = torch.arange(longest, device=bounds.device)
+            tokens.append((starts[sequences, None] + steps).clamp(max=total - 1))
+            masks.append(steps < lengths[sequences, None])
+            count = len(starts[sequences])
+            firsts[sequences] = end + torch.arange(count, device=bounds.device) * longest
+            end += count * longest
+
+        positions = self.position_ids(total)[0] + firsts[self.sequence_ids(total)]
+        return Padding(tuple(tokens), tuple(masks), positions)
+
+    def _length_groups(self, total: int) -> list[tuple[Any, Any]]:
+        """Return the groups of sequences that are padded to the same length.
+
+        All sequences are one group unless most of its positions would be padding: then a group has
+        the sequences of 2^n to 2^(n + 1) - 1 tokens.
+
+        Args:
+            total: Number of packed tokens.
+
+        Returns:
+            Index of the sequences and length of the longest one, per group.
+        """
+        count = len(self.cu_seq_lens) - 1
+        if is_tracing() or count * self.max_length <= MAX_PADDING * total:
+            return [(slice(None), self.max_length)]
+
         groups: dict[int, list[int]] = {}
         for number, length in enumerate(self.lengths):
             if length:
                 groups.setdefault(length.bit_length(), []).append(number)
-
-        tokens: list[torch.Tensor] = []
-        masks: list[torch.Tensor] = []
-        # Position of the first token of each sequence.
-        firsts = torch.zeros_like(starts)
-        offset = 0
-        for numbers in groups.values():
-            longest = max(self.lengths[number] for number in numbers)
-            sequences = torch.tensor(numbers, device=bounds.device)
-            steps = torch.arange(longest, device=bounds.device)
-            tokens.append((starts[sequences, None] + steps).clamp(max=total - 1))
-            masks.append(steps < lengths[sequences, None])
-            rows = torch.arange(len(numbers), device=bounds.device)
-            firsts[sequences] = offset + rows * longest
-            offset += len(numbers) * longest
-        positions = self.position_ids(total)[0] + firsts[self.sequence_ids(total)]
-        return Padding(tuple(tokens), tuple(masks), positions)
+        device = self.cu_seq_lens.device
+        return [
+            (torch.tensor(numbers, device=device), max(self.lengths[i] for i in numbers))
+            for numbers in groups.values()
+        ]
 
 
 def pack_padded(
@@ -492,7 +500,7 @@ def longest_sequence(
         )
     if longest > limit:
         logger.warning_once(
-            # Without the length of the sequence, so the message and the warning appear once.
+            # The message does not contain the length of the sequence, so that it appears once.
             f"A sequence is longer than the {limit} tokens of max_position_embeddings and RoPE "
             "scaling. Expect worse results, or extend the context with "
             "rope_scaling={'rope_type': 'yarn', 'factor': ...}."

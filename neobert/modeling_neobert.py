@@ -51,7 +51,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "21b3d549"
+VERSION = "70b0f8e0"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "

@@ -18,8 +18,20 @@ _DISK_FULL = (
     "Not enough free space to write"
 )
 
-# Commands that have nothing to resume after an interrupt.
-_NOT_RESUMED = ("neobert serve", "neobert export", "neobert retrieval")
+# Commands that resume an interrupted run.
+_RESUMABLE = {
+    f"neobert {command}"
+    for command in (
+        "contrastive",
+        "distill",
+        "encode",
+        "finetune",
+        "glue",
+        "mteb",
+        "predict",
+        "pretrain",
+    )
+}
 
 
 def guarded(name: str, run: Callable[[], int | None]) -> int:
@@ -61,7 +73,9 @@ def guarded(name: str, run: Callable[[], int | None]) -> int:
         if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         is_interrupt = isinstance(error, KeyboardInterrupt)
-        message = "interrupted." if is_interrupt and name in _NOT_RESUMED else _message(error)
+        message = _message(error)
+        if is_interrupt and name in _RESUMABLE:
+            message += " Run the same command again to resume."
         print(f"{name}: {shortened(printable(message), LONGEST)}", file=sys.stderr)
         return 130 if is_interrupt else 2
 
@@ -93,7 +107,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted. Run the same command again to resume."
+        return "interrupted."
 
     # str() of an OSError with a file name leaves out the other arguments.
     text = " ".join(map(str, error.args))

@@ -221,7 +221,10 @@ def _before_wildcards(path: str) -> str:
 
 
 def rows(
-    source: str | Path, columns: Sequence[str] | None = None, texts: Sequence[str] = ()
+    source: str | Path,
+    columns: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all files of a source, in the order of the files.
 
@@ -230,13 +233,14 @@ def rows(
         columns: Columns that every row must have. Other columns are dropped. By default all
             columns are returned.
         texts: Columns that must contain text.
+        optional: Columns that are returned with `columns` if a row has them.
 
     Raises:
         UserError: If the source has no files or several formats, or if a file is damaged or lacks a
             column. The message names the file and the row.
     """
     for file in files(source):
-        for _, row in numbered_rows(file, columns, texts):
+        for _, row in numbered_rows(file, columns, texts, optional):
             yield row
 
 
@@ -245,6 +249,7 @@ def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
     texts: Sequence[str] = (),
+    optional: Sequence[str] = (),
     wanted: None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]: ...
 
@@ -254,6 +259,7 @@ def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
     texts: Sequence[str] = (),
+    optional: Sequence[str] = (),
     *,
     wanted: Callable[[int], bool],
 ) -> Iterator[tuple[int, dict[str, Any] | None]]: ...
@@ -263,6 +269,7 @@ def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
     texts: Sequence[str] = (),
+    optional: Sequence[str] = (),
     wanted: Callable[[int], bool] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield the rows of one file with their number, counted from 0.
@@ -271,6 +278,7 @@ def numbered_rows(
         file: File to read.
         columns: Columns that every row must have, see `rows`.
         texts: Columns that must contain text.
+        optional: Columns that are returned with `columns` if a row has them.
         wanted: Function of the number of a row. Other rows are not decoded and yielded as None.
 
     Raises:
@@ -281,12 +289,12 @@ def numbered_rows(
     parse = _PARSERS.get(file.format, _unchanged)
     number = -1
     try:
-        for number, raw in enumerate(read(file, columns, wanted)):
+        for number, raw in enumerate(read(file, columns, optional, wanted)):
             if wanted is not None and not wanted(number):
                 yield number, None
                 continue
             try:
-                row = _checked(parse(raw), columns, texts)
+                row = _checked(parse(raw), columns, texts, optional)
             except ValueError as error:
                 reason = one_line(getattr(error, "msg", error))
                 raise UserError(f"{file.url}, row {number + 1:,}: {reason}.") from error
@@ -327,7 +335,9 @@ def count_rows(file: File) -> int:
     return sum(1 for _ in numbered_rows(file, wanted=lambda number: False))
 
 
-def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> dict[str, Any]:
+def _checked(
+    row: Any, columns: Sequence[str] | None, texts: Sequence[str], optional: Sequence[str]
+) -> dict[str, Any]:
     """Return a row with the columns that are read.
 
     Raises:
@@ -351,7 +361,12 @@ def _checked(row: Any, columns: Sequence[str] | None, texts: Sequence[str]) -> d
             value = shortened(json.dumps(row[name], default=str), 60)
             raise ValueError(f"{name!r} must be text, got {value}")
         row[name] = replace_surrogates(row[name])
-    return row if columns is None else {name: row[name] for name in columns}
+    for name in optional:
+        if isinstance(row.get(name), str):
+            row[name] = replace_surrogates(row[name])
+    if columns is None:
+        return row
+    return {name: row[name] for name in (*columns, *optional) if name in row}
 
 
 def _unchanged(row: dict[str, Any]) -> dict[str, Any]:
@@ -405,7 +420,10 @@ _PARSERS: dict[str | None, Callable[[Any], Any]] = {
 
 
 def _text_rows(
-    file: File, columns: Sequence[str] | None, wanted: Callable[[int], bool] | None
+    file: File,
+    columns: Sequence[str] | None,
+    optional: Sequence[str],
+    wanted: Callable[[int], bool] | None,
 ) -> Iterator[Any]:
     """Yield the lines that are not blank, or the rows of a table."""
     with fsspec.open(file.url, "rb", compression="infer") as binary:
@@ -449,13 +467,18 @@ def _parquet(file: File) -> pyarrow.parquet.ParquetFile:
 
 
 def _parquet_rows(
-    file: File, columns: Sequence[str] | None, wanted: Callable[[int], bool] | None
+    file: File,
+    columns: Sequence[str] | None,
+    optional: Sequence[str],
+    wanted: Callable[[int], bool] | None,
 ) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a parquet file. A row group without a wanted row is yielded as None."""
     with _parquet(file) as table:
         # The check of the rows reports missing columns.
-        is_complete = {*(columns or ())} <= {*table.schema_arrow.names}
-        names = list(columns) if columns is not None and is_complete else None
+        available = table.schema_arrow.names
+        names = None
+        if columns is not None and {*columns} <= {*available}:
+            names = [*columns, *(name for name in optional if name in available)]
 
         start = 0
         for group in range(table.num_row_groups):

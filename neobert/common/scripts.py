@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .commands import guarded
-from .data import replace_surrogates, rows
+from .data import rows
 from .errors import UserError
 
 
@@ -61,15 +61,6 @@ def load_rows(
     # A column that must contain text must also exist in every row.
     available = [name for name in optional if name in all_columns]
     required = [*columns, *(name for name in available if texts is None or name in texts)]
-    checked = rows(source, required, required if texts is None else texts)
     other = [name for name in available if name not in required]
-    if not other:
-        return list(checked)
-
-    result = []
-    for row, full_row in zip(checked, rows(source)):
-        for name in other:
-            value = full_row.get(name)
-            row[name] = replace_surrogates(value) if isinstance(value, str) else value
-        result.append(row)
-    return result
+    checked = rows(source, required, required if texts is None else texts, other)
+    return [{**row, **{name: row.get(name) for name in other}} for row in checked]

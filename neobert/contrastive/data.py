@@ -21,8 +21,8 @@ from sentence_transformers.base.sampler import (
     NoDuplicatesBatchSampler,
 )
 
-from ..common.data import file_format, files, fraction, numbered_rows, schema
-from ..common.errors import UserError, listed, one_line
+from ..common.data import file_format, files, fraction, numbered_rows, rows, schema
+from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
 from ..evaluation.retrieval import is_negative_column
@@ -253,21 +253,9 @@ def _local_rows(source: PairSource) -> Iterator[dict[str, Any]]:
     """
     required = replace(source, negatives=[]).columns
     unseen = set(source.columns) - set(required)
-    for file in files(source.path):
-        # Only parquet files can be read by columns. `None` reads all columns.
-        columns = None
-        if file.format == ".parquet":
-            available = schema(file).names
-            columns = [name for name in source.columns if name in required or name in available]
-        for number, row in numbered_rows(file, columns):
-            absent = [name for name in required if name not in row]
-            if absent:
-                raise UserError(
-                    f"{file.url}, row {number + 1:,}: there is no column {absent[0]!r}. Columns: "
-                    f"{listed(row)}."
-                )
-            unseen.difference_update(row)
-            yield row
+    for row in rows(source.path, required, optional=sorted(unseen)):
+        unseen.difference_update(row)
+        yield row
     if unseen:
         raise UserError(f"{source.path} has no row with the column {min(unseen)!r}.")
 

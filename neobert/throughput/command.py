@@ -219,16 +219,18 @@ def _measured_fields(entry: _Ready, timing: Timing, product: MatrixProduct) -> R
 # tables
 
 
-def ratios(rows: Sequence[Row], implementation: str) -> dict[str, dict[str, Ratio]]:
+def ratios(rows: Sequence[Row], implementation: str | None = None) -> dict[str, dict[str, Ratio]]:
     """Return the speedup of NeoBERT over every other run of the same workload.
 
     Args:
         rows: Rows of a run.
-        implementation: Implementation of NeoBERT that is compared.
+        implementation: Implementation of NeoBERT that is compared; by default that of
+            `compared_implementation`.
 
     Returns:
         The speedups, {workload: {"model/implementation": ratio}}.
     """
+    implementation = implementation or compared_implementation(rows)
     # Times per token can be compared even if batch sizes differ.
     seconds_per_token: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
@@ -293,16 +295,15 @@ def row_table(rows: Sequence[Row]) -> str:
 
 def comparison(rows: Sequence[Row]) -> str:
     """Return `ratios` as a markdown table with a heading, or "" if there is nothing to compare."""
-    implementation = compared_implementation(rows)
     lines = []
-    for workload, others in ratios(rows, implementation).items():
+    for workload, others in ratios(rows).items():
         for other, value in others.items():
             speedup = f"{value['ratio']:.2f}"
             lines.append([workload, other, speedup, between(value["quartiles"], ".2f")])
     if not lines:
         return ""
     table = markdown_table(["Workload", "Model/implementation", "Speedup", "Quartiles"], lines)
-    return f"## Speedup of NeoBERT ({implementation})\n\n{table}"
+    return f"## Speedup of NeoBERT ({compared_implementation(rows)})\n\n{table}"
 
 
 def write_results(
@@ -310,8 +311,7 @@ def write_results(
 ) -> None:
     """Write throughput.json and throughput.md."""
     text = f"Clock: {plan.clock}. {NOTE}\n\n{row_table(rows)}\n{comparison(rows)}"
-    speedups = ratios(rows, compared_implementation(rows))
-    data = {"options": asdict(plan), "rows": rows, "ratios": speedups}
+    data = {"options": asdict(plan), "rows": rows, "ratios": ratios(rows)}
     write_result(folder / "throughput", "Throughput", environment, data, text)
 
 
@@ -327,8 +327,7 @@ def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dic
     parts = [environment.get(name) for name in ("hardware", "dtype", "commit", "date")]
     caption = ", ".join(str(part) for part in parts if part)
     plot_lengths(rows, folder / "throughput.png", caption)
-    speedups = ratios(rows, compared_implementation(rows))
-    plot_speedup(rows, speedups, folder / "by_fill.png", caption)
+    plot_speedup(rows, ratios(rows), folder / "by_fill.png", caption)
 
 
 def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = None) -> int:

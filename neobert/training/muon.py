@@ -91,13 +91,22 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-def block_matrices(model: nn.Module, blocks: nn.Module) -> tuple[list, list]:
-    """Return the trained matrices of the blocks, and all other trained parameters of a model."""
+def block_matrices(
+    model: nn.Module, blocks: nn.Module
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained matrices of the blocks, and all other trained parameters of the model.
+
+    Args:
+        model: Model.
+        blocks: Module of the model that contains its transformer blocks.
+    """
     matrices = [
         weight for weight in blocks.parameters() if weight.requires_grad and weight.ndim == 2
     ]
-    chosen = set(map(id, matrices))
+    matrix_ids = set(map(id, matrices))
     others = [
-        weight for weight in model.parameters() if weight.requires_grad and id(weight) not in chosen
+        weight
+        for weight in model.parameters()
+        if weight.requires_grad and id(weight) not in matrix_ids
     ]
     return matrices, others

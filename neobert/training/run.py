@@ -111,8 +111,7 @@ def check_weights_are_complete(trainer: RunTrainer) -> None:
     """Check that a process has all weights if its command needs them to evaluate and save a model.
 
     Raises:
-        UserError: If the weights are divided by ZeRO-3 or FSDP, and only `save` of other commands
-            gathers them.
+        UserError: If ZeRO-3 or FSDP divides the weights, and the command does not gather them.
     """
     state = trainer.accelerator.state
     zero_stage = getattr(state.deepspeed_plugin, "zero_stage", 0)

@@ -60,7 +60,7 @@ def run(error, monkeypatch=None, debug=None):
             "unexpected PanicException: oh. Set NEOBERT_DEBUG=1 to see the traceback.",
             2,
         ),
-        (KeyboardInterrupt(), "interrupted. Run the same command again to resume.", 130),
+        (KeyboardInterrupt(), "interrupted.", 130),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -70,15 +70,18 @@ def test_errors_are_printed_as_one_line(capsys, error, message, code):
     assert capsys.readouterr().err == f"neobert x: {message}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "export", "retrieval"])
-def test_interrupted_command_without_a_run_is_not_resumed(capsys, command):
-    """An interrupt of a command that has nothing to resume is reported without advice."""
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [("pretrain", " Run the same command again to resume."), ("serve", ""), ("export", "")],
+)
+def test_only_interrupted_runs_are_resumed(capsys, command, advice):
+    """The message advises to run the command again only if it then resumes."""
 
     def interrupt():
         raise KeyboardInterrupt
 
     assert guarded(f"neobert {command}", interrupt) == 130
-    assert capsys.readouterr().err == f"neobert {command}: interrupted.\n"
+    assert capsys.readouterr().err == f"neobert {command}: interrupted.{advice}\n"
 
 
 def test_debug_shows_the_traceback(capsys, monkeypatch):

@@ -352,3 +352,16 @@ def test_lone_surrogates_of_texts_are_replaced(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800", "id": "\\ud83d\\ude00\\udfff"}\n')
     expected = [{"text": "a\ufffd", "id": "\U0001f600\udfff"}]
     assert list(rows(tmp_path / "a.jsonl", texts=["text"])) == expected
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_optional_columns_are_returned_where_they_exist(tmp_path, name):
+    path = tmp_path / name
+    content = [{"text": "a", "extra": "x", "other": "y"}, {"text": "b"}]
+    if name == "rows.jsonl":
+        path.write_text("\n".join(map(json.dumps, content)))
+        expected = [{"text": "a", "extra": "x"}, {"text": "b"}]
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
+        expected = [{"text": "a", "extra": "x"}, {"text": "b", "extra": None}]
+    assert list(data.rows(path, ["text"], optional=["extra", "absent"])) == expected

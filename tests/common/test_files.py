@@ -11,7 +11,14 @@ import pytest
 
 from neobert.common import files
 from neobert.common.errors import UserError
-from neobert.common.files import parse_yaml, read_brackets, read_yaml
+from neobert.common.files import (
+    parse_yaml,
+    read_brackets,
+    read_json,
+    read_yaml,
+    write_json,
+    write_record,
+)
 from neobert.common.model_card import read_card
 from neobert.conversion.config_files import find_config
 
@@ -194,6 +201,16 @@ def test_missing_file_and_pipe_are_rejected(tmp_path):
     os.mkfifo(tmp_path / "b.yaml")
     with pytest.raises(UserError, match="b.yaml is not a file"):
         read_yaml(tmp_path / "b.yaml")
+
+
+def test_only_records_hide_secrets(tmp_path):
+    """A prompt of a model may be called "token", and must not be hidden."""
+    path = tmp_path / "data.json"
+    content = {"prompts": {"token": "Find: "}}
+    write_json(path, content)
+    assert read_json(path) == content
+    write_record(path, content)
+    assert read_json(path) == {"prompts": {"token": "<hidden>"}}
 
 
 def test_read_brackets():
