@@ -1,5 +1,6 @@
 """Options of `neobert convert`. Imports neither torch nor transformers."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -61,11 +62,18 @@ class FolderOptions(OptionGroup):
     sentence_transformers: bool = option(
         False, "Add the modules of a sentence-transformers model with mean pooling."
     )
-    max_shard_size: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(KB|MB|GB|TB)$")] = option(
+    max_shard_size: str = option(
         "5GB", "Maximum size of a weight file, such as 500MB.", metavar="SIZE"
     )
     license: str | None = option(None, LICENSE_HELP, metavar="NAME")
     base_model: str | None = option(None, BASE_MODEL_HELP, metavar="NAME")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[1-9][0-9]*(KB|MB|GB|TB)", self.max_shard_size):
+            raise UserError(
+                "`max_shard_size` must be a number with KB, MB, GB or TB, such as 500MB, got "
+                f"{self.max_shard_size!r}."
+            )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from helpers.conversion_helpers import convert, run_script, save
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification
+from neobert.cli import main as command
 from neobert.common.errors import UserError
 
 
@@ -94,3 +95,10 @@ def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
     source = save(tmp_path / "run", state, **tiny_config)
     with pytest.raises(UserError, match="needs a checkpoint with the head masked-lm or base, got"):
         convert(source, tmp_path / "out", "--sentence-transformers")
+
+
+@pytest.mark.parametrize("size", ["abc", "5", "0MB", "-1GB"])
+def test_invalid_shard_size_is_refused_before_reading(tmp_path, capsys, size):
+    arguments = [str(tmp_path / "absent"), str(tmp_path / "out"), "--max-shard-size", size]
+    assert command(["convert", *arguments]) == 2
+    assert f"such as 500MB, got '{size}'" in capsys.readouterr().err
