@@ -327,7 +327,8 @@ class Distillation:
             repr(layers.numbers),
             student_model.config.to_json_string(),
             options.student.embedding_dtype,
-            f"{model.transfer_steps} {options.student.max_length} {self.training.bf16}",
+            f"{model.transfer_steps} {options.student.max_length} {self.training.bf16} "
+            f"{options.student.muon}",
         ]
         texts = self.texts.train
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
@@ -358,6 +359,7 @@ class Distillation:
             self.options.model.transfer_steps,
             STORED_AS[self.options.student.embedding_dtype],
             self.training.bf16,
+            self.options.student.muon,
         )
 
     def _read_data(self) -> None:

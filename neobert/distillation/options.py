@@ -150,8 +150,8 @@ class StudentOptions(OptionGroup):
     embedding_dtype: StorageDtype = option("float32", "Dtype of the saved token embeddings.")
     muon: bool = option(
         False,
-        "Train the matrices of the blocks with Muon, and the other parameters with AdamW. Needs "
-        "torch 2.9 or newer.",
+        "Train the matrices of the blocks with Muon, and the other parameters with AdamW. Also "
+        "applies to --init-from-teacher. Needs torch 2.9 or newer.",
     )
     compile: bool = option(
         False, "Compile the blocks with torch.compile for training.", affects_results=False

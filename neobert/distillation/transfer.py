@@ -29,6 +29,7 @@ from torch import nn
 from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import rotary_embeddings
+from ..training.muon import muon_optimizer
 from .student import have_same_vocabulary
 
 
@@ -44,11 +45,11 @@ BATCH_TOKENS = 2_048
 # Learning rates relative to the root mean square of a matrix.
 ATTENTION_RATE = 0.05
 BLOCK_RATE = 0.025
+MUON_BLOCK_RATE = 0.05
+# Lengths of hidden states after a block, relative to those before its feed-forward, that are tried.
+LENGTHS = (1, 2, 4)
 # Number of positions over which the input embedding of a token is averaged.
 POSITIONS = 40
-# Smallest variance of a coordinate, relative to the mean variance of all. A teacher may have
-# coordinates that are constant.
-SMALLEST_VARIANCE = 0.05
 
 # One tensor (B, L, D) per batch of texts of equal length.
 Batches = list[torch.Tensor]
@@ -232,6 +233,7 @@ def initialize_blocks(
     steps: int,
     storage: torch.dtype = torch.float32,
     bf16: bool = False,
+    muon: bool = False,
 ) -> None:
     """Initialize token embeddings and blocks of a student from the layers of a teacher.
 
@@ -242,6 +244,10 @@ def initialize_blocks(
         steps: Number of training steps of each block. 0 to fit the matrices only.
         storage: Dtype that the token embeddings are rounded to before the blocks are fitted.
         bf16: Whether to train in bfloat16 with autocast.
+        muon: Whether to train the blocks with Muon instead of Adam.
+
+    Raises:
+        UserError: If `muon` is set, and torch has no Muon.
     """
     # `stream` contains hidden states of the student, `before` and `after` those of the teacher.
     with torch.no_grad():
@@ -256,7 +262,7 @@ def initialize_blocks(
         transfer.fit_attention()
         transfer.train_attention(steps // 5)
         transfer.fit_outputs()
-        transfer.train_block(steps, bf16)
+        transfer.train_block(steps, bf16, muon)
 
         # The next block is fitted on the states of this one, not on those of the teacher.
         with torch.no_grad():
@@ -384,19 +390,39 @@ class BlockTransfer:
         block.ffn.w3.weight.zero_()
 
         activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
-        # The next norm removes the length of a state, so the target may have any length. The
-        # nearest one is the easiest to fit.
         target = _flat(self.after[: self.fitted])
-        target = target * nearest_length(target, states)
-        block.ffn.w3.weight[:, :count] = ridge(activations, target - states)
+        block.ffn.w3.weight[:, :count] = self._fit_length(activations, states, target)
 
-    def train_block(self, steps: int, bf16: bool = False) -> None:
+    def _fit_length(
+        self, activations: torch.Tensor, states: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the down projection with the least unexplained variance over several lengths.
+
+        The next norm removes the length of a hidden state, so the target may have any length. If
+        the feed-forward of the teacher replaces most of its input, as in the last layer, the output
+        of the block must be so long that its input hardly matters.
+
+        Args:
+            activations: Activations of the feed-forward, (T, F).
+            states: Hidden states before the feed-forward, (T, D).
+            target: Hidden states of the teacher after the layer, (T, D).
+        """
+        target = target * states.norm(dim=-1, keepdim=True) / target.norm(dim=-1, keepdim=True)
+        # One regression for all lengths, because they have the same inputs.
+        outputs = torch.cat([length * target - states for length in LENGTHS], dim=1)
+        candidates = ridge(activations, outputs).chunk(len(LENGTHS))
+        errors = [
+            unexplained_variance([states + activations @ weight.T], [target])
+            for weight in candidates
+        ]
+        return candidates[int(np.argmin(errors))]
+
+    def train_block(self, steps: int, bf16: bool = False, muon: bool = False) -> None:
         """Train all matrices on the attention and the hidden states of the teacher."""
         block = self.block
-        variance = _flat(self.after).var(0)
-        # Coordinates of a teacher may be constant, so no variance may be close to 0.
-        deviation = (variance + SMALLEST_VARIANCE * variance.mean()).sqrt()
-        device = deviation.device.type
+        after = _flat(self.after)
+        variance = after.var(0).mean()
+        device = after.device.type
 
         def loss(number: int) -> torch.Tensor:
             hidden = self.stream[number]
@@ -407,14 +433,14 @@ class BlockTransfer:
                 states = hidden + output
                 states = states + block.ffn(_normalize(states))
 
-            # Coordinates have very different variances, and are weighted equally.
             target = self.after[number]
             states = states.float()
-            error = (states * nearest_length(states, target) - target) / deviation
-            return error.square().mean() + self._attention_loss(number, logits)
+            error = states * nearest_length(states, target) - target
+            return (error.square() / variance).mean() + self._attention_loss(number, logits)
 
         matrices = [block.qkv.weight, block.wo.weight, block.ffn.w12.weight, block.ffn.w3.weight]
-        train(matrices, loss, len(self.stream), steps, BLOCK_RATE)
+        rate = MUON_BLOCK_RATE if muon else BLOCK_RATE
+        train(matrices, loss, len(self.stream), steps, rate, muon)
 
     @torch.no_grad()
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -448,8 +474,9 @@ def train(
     batch_count: int,
     steps: int,
     learning_rate: float,
+    muon: bool = False,
 ) -> None:
-    """Minimize a loss with Adam, warmup and a cosine decay.
+    """Minimize a loss with Adam or Muon, warmup and a cosine decay.
 
     Args:
         weights: Matrices to train.
@@ -457,17 +484,25 @@ def train(
         batch_count: Number of batches, which are used in a fixed random order.
         steps: Number of steps.
         learning_rate: Largest learning rate, relative to the root mean square of a matrix.
+        muon: Whether to use Muon instead of Adam.
+
+    Raises:
+        UserError: If `muon` is set, and torch has no Muon.
     """
     if not steps:
         return
 
-    # Adam changes every value by about the learning rate, so it is relative to the size of the
-    # values.
+    # The optimizers change every value by about the learning rate, so it is relative to the size
+    # of the values.
     groups = []
     for weight in weights:
         scale = float(weight.detach().square().mean().sqrt())
         groups.append({"params": [weight], "lr": learning_rate * scale})
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    optimizer = (
+        muon_optimizer(groups, learning_rate)
+        if muon
+        else torch.optim.Adam(groups, betas=(0.9, 0.98))
+    )
 
     def schedule(step: int) -> float:
         return min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))

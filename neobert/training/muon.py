@@ -9,12 +9,37 @@ from torch import nn
 from ..common.errors import UserError
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """Optimizer that updates some parameters with Muon and the others with AdamW.
+def muon_optimizer(
+    matrices: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+    learning_rate: float,
+    weight_decay: float = 0.0,
+) -> Any:
+    """Return Muon for matrices.
 
     Muon orthogonalizes the momentum of a matrix, so all singular values of an update are nearly
     equal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Its updates are scaled to
     the root mean square of those of AdamW (arXiv 2502.16982), so one learning rate fits both.
+
+    Args:
+        matrices: Parameters with two dimensions, or groups of them.
+        learning_rate: Learning rate of parameters without an own one.
+        weight_decay: Weight decay.
+
+    Raises:
+        UserError: If torch has no Muon.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(
+            f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
+            "--muon."
+        )
+    return torch.optim.Muon(
+        matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Optimizer that updates some parameters with Muon and the others with AdamW.
 
     Args:
         matrices: Parameters with two dimensions for Muon.
@@ -37,20 +62,7 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise UserError(
-                f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
-                "--muon."
-            )
-
-        self.parts: list[Any] = [
-            torch.optim.Muon(
-                matrices,
-                lr=learning_rate,
-                weight_decay=weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        ]
+        self.parts: list[Any] = [muon_optimizer(matrices, learning_rate, weight_decay)]
         # AdamW refuses an empty list.
         if others:
             self.parts.append(
