@@ -407,9 +407,9 @@ class BlockTransfer:
             states: Hidden states before the feed-forward, (T, D).
             target: Hidden states of the teacher after the layer, (T, D).
         """
-        target = target * states.norm(dim=-1, keepdim=True) / target.norm(dim=-1, keepdim=True)
+        scaled = target * states.norm(dim=-1, keepdim=True) / target.norm(dim=-1, keepdim=True)
         # One regression for all lengths, because they have the same inputs.
-        outputs = torch.cat([length * target - states for length in LENGTHS], dim=1)
+        outputs = torch.cat([length * scaled - states for length in LENGTHS], dim=1)
         candidates = ridge(activations, outputs).chunk(len(LENGTHS))
         errors = [
             unexplained_variance([states + activations @ weight.T], [target])
