@@ -34,7 +34,7 @@ from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, training_time
-from ..training.muon import MuonAdamW, block_matrices
+from ..training.muon import MuonAdamW, block_matrices, check_muon
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
@@ -156,6 +156,8 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
     validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
     check_validation_names(validation_sources)
     check_paths(options, [*sources, *validation_sources])
+    if options.student.muon:
+        check_muon()
     checkpoint_folder = Path(options.model.output) / "checkpoints"
     # --compile compiles the blocks, so Trainer's own options for compilation are refused.
     training = training_arguments(

@@ -9,6 +9,15 @@ from torch import nn
 from ..common.errors import UserError
 
 
+def check_muon() -> None:
+    """Raise UserError if this version of torch has no Muon."""
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(
+            f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
+            "--muon."
+        )
+
+
 def muon_optimizer(
     matrices: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
     learning_rate: float,
@@ -22,17 +31,13 @@ def muon_optimizer(
 
     Args:
         matrices: Parameters with two dimensions, or groups of them.
-        learning_rate: Learning rate of parameters without an own one.
+        learning_rate: Learning rate of the parameters, unless their group has another one.
         weight_decay: Weight decay.
 
     Raises:
         UserError: If torch has no Muon.
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(
-            f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
-            "--muon."
-        )
+    check_muon()
     return torch.optim.Muon(
         matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
     )

@@ -491,6 +491,16 @@ def test_hidden_states_of_another_size_are_refused(tmp_path, tokenizer_dir, caps
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_muon_is_refused_before_the_texts_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    monkeypatch.setattr("neobert.distillation.command.read_texts", None)
+    (tmp_path / "texts.txt").write_text("a text\n")
+    arguments = ["absent/teacher", "--texts", str(tmp_path / "texts.txt"), "--muon"]
+    assert command(["distill", *arguments, "--output", str(tmp_path / "out")]) == 2
+    assert "--muon needs torch 2.9 or newer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_contradictory_options_are_refused(capsys):
     for options, message in (
         (["--init-from-teacher", "--init-from", "model"], "Remove one of them"),
