@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "70b0f8e0"
+VERSION = "3e9bc362"
 
 logger = logging.get_logger(__name__)
 
@@ -382,7 +382,7 @@ class Packing:
         positions = self.position_ids(total)[0] + firsts[self.sequence_ids(total)]
         return Padding(tuple(tokens), tuple(masks), positions)
 
-    def _length_groups(self, total: int) -> list[tuple[Any, Any]]:
+    def _length_groups(self, total: int) -> list[tuple[slice | torch.Tensor, int]]:
         """Return the groups of sequences that are padded to the same length.
 
         All sequences are one group unless most of its positions would be padding: then a group has

@@ -51,7 +51,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "70b0f8e0"
+VERSION = "3e9bc362"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -638,8 +638,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         """
         if position_ids is not None:
             return position_ids + 1
-        if attention_mask is not None and attention_mask.dim() == 2:
-            tokens = attention_mask != 0
+        mask = _token_mask(attention_mask)
+        if mask is not None:
+            tokens = mask != 0
         elif input_ids is not None and self.config.pad_token_id is not None:
             tokens = input_ids != self.config.pad_token_id
         else:
@@ -693,7 +694,8 @@ class _HeadModel(NeoBERTPreTrainedModel):
         assert tensor is not None
         shape = tensor.shape[:2]
         device = outputs.last_hidden_state.device
-        attention_mask, labels = _on_device(device, attention_mask), _on_device(device, labels)
+        attention_mask = _token_mask(_on_device(device, attention_mask))
+        labels = _on_device(device, labels)
         loss, logits = self.predict(outputs, shape, attention_mask, labels, num_items_in_batch)
         return self.output_class(
             loss=loss,
@@ -731,7 +733,7 @@ class _HeadModel(NeoBERTPreTrainedModel):
         Args:
             outputs: Outputs of `run_backbone`.
             shape: First two dimensions of the inputs.
-            attention_mask: Mask of the caller.
+            attention_mask: Mask of the caller, or None if it is not a mask of tokens.
             labels: Labels of the caller.
             num_items_in_batch: Divisor of the summed loss, or None.
         """
@@ -856,7 +858,7 @@ class _PooledHeadModel(_TaskHeadModel):
             empty = packing.cu_seq_lens.diff()[:, None] == 0
             return packing.to_rows(hidden[0, firsts].masked_fill(empty, 0.0))
 
-        if attention_mask is None or attention_mask.dim() != 2:
+        if attention_mask is None:
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
         if mean:
@@ -1080,10 +1082,10 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
         )
         logits = self.qa_outputs(outputs.last_hidden_state)
-        attention_mask = _on_device(logits.device, attention_mask)
+        attention_mask = _token_mask(_on_device(logits.device, attention_mask))
         if outputs.packing is not None:
             logits = outputs.packing.unpack(logits, _NO_ANSWER)
-        elif attention_mask is not None and attention_mask.dim() == 2:
+        elif attention_mask is not None:
             logits = logits.masked_fill(attention_mask[..., None] == 0, _NO_ANSWER)
         start_logits, end_logits = logits.unbind(dim=-1)
 
@@ -1111,6 +1113,23 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
 def _on_device(device: torch.device, value: Any) -> Any:
     """Return a tensor on a device, and any other value as it is."""
     return value.to(device) if torch.is_tensor(value) and value.device != device else value
+
+
+def _token_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the mask of tokens, (B, L), that a mask of the caller contains.
+
+    Args:
+        mask: Mask of tokens; or a 4-D mask, boolean or additive. A mask of shape (B, 1, 1, L) is
+            the same for all queries, as `get_extended_attention_mask` of BERT returns it. Any other
+            4-D mask contains no mask of tokens.
+    """
+    if mask is None or mask.dim() != 4:
+        return mask
+    if mask.shape[1:3] != (1, 1):
+        return None
+    keys = mask[:, 0, 0]
+    # Additive masks have -10,000, the smallest value of the dtype, or -inf at padding.
+    return keys if keys.dtype == torch.bool else keys > -1e4
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: NumItems) -> torch.Tensor:
@@ -1167,7 +1186,7 @@ def _token_labels(
     labels = _check_labels("labels", labels, shape, num_classes)
     if packing is not None:
         kept = packing.pack(labels)
-    elif attention_mask is not None and attention_mask.dim() == 2:
+    elif attention_mask is not None:
         kept = labels.masked_fill(attention_mask == 0, -100)
     else:
         kept = labels

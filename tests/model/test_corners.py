@@ -179,6 +179,32 @@ def test_heads_accept_4d_masks():
     )
 
 
+@pytest.mark.parametrize("additive", [False, True])
+@torch.no_grad()
+def test_heads_ignore_the_padding_of_extended_masks(additive):
+    """The heads ignore the padding of masks of shape (B, 1, 1, L), which BERT makes of 2-D masks."""
+    ids, mask = random_batch([9, 5])
+    extended = mask[:, None, None].bool()
+    if additive:
+        extended = (1 - mask[:, None, None].float()) * torch.finfo(torch.float32).min
+
+    for pooling in ("cls", "mean"):
+        model = make_model(NeoBERTForSequenceClassification, classifier_pooling=pooling)
+        expected = model(ids, attention_mask=mask).logits
+        assert_same(model(ids, attention_mask=extended).logits, expected, 1e-6, pooling)
+
+    qa_model = make_model(NeoBERTForQuestionAnswering)
+    expected = qa_model(ids, attention_mask=mask).start_logits
+    assert_same(qa_model(ids, attention_mask=extended).start_logits, expected, 1e-6)
+    masked_lm = make_model(NeoBERTForMaskedLM)
+    expected = masked_lm(ids, attention_mask=mask, labels=ids).loss
+    assert_same(masked_lm(ids, attention_mask=extended, labels=ids).loss, expected, 1e-6)
+
+    learned = make_model(NeoBERTModel, pad_token_id=None, **LEARNED)
+    expected = learned(ids, attention_mask=mask)[0][mask.bool()]
+    assert_same(learned(ids, attention_mask=extended)[0][mask.bool()], expected, 1e-6)
+
+
 @torch.no_grad()
 def test_4d_mask_is_broadcast_over_rows():
     """A 4-D mask of batch size 1 applies to all rows."""
