@@ -76,7 +76,7 @@ def write_card(
     )
     if loss.hidden_state_weight:
         losses += (
-            f"; {loss.hidden_state_weight:g} x (1 - cosine) of the last hidden states of each token"
+            f"; {loss.hidden_state_weight:g} x the relative squared error of the last hidden states"
         )
     # An installed package has no commit.
     commit = f"commit {environment['commit']}, " if environment["commit"] else ""

@@ -178,8 +178,8 @@ class LossOptions(OptionGroup):
     )
     hidden_state_weight: Annotated[float, Meta(ge=0)] = option(
         0.0,
-        "Weight of 1 - cosine between the last hidden states of each token. The teacher then runs "
-        "in every step, and must have the vocabulary and the hidden size of the student.",
+        "Weight of the relative squared error of the last hidden states of all tokens. The teacher "
+        "then runs in every step, and must have the vocabulary and the hidden size of the student.",
     )
     similarity_temperature: Annotated[float, Meta(gt=0)] = option(
         0.05, "Temperature by which similarities are divided."
