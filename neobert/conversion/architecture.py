@@ -261,7 +261,9 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
 
 def _aliases(field: str) -> set[str]:
     """Return all names of a field of NeoBERTConfig."""
-    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
+    names = {alias for alias, fields in ALIASES.items() if field in fields}
+    names |= {alias for alias, target in NeoBERTConfig.attribute_map.items() if target == field}
+    return {field, *names}
 
 
 def _label_fields(fields: Fields, tensors: Tensors) -> dict[str, Any]:

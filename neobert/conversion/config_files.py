@@ -10,11 +10,20 @@ from ..common.files import read_json, read_yaml
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 
-# Fields that are read from a file: the arguments of NeoBERTConfig, names from the training code of
-# the authors, the labels, and the class of the head.
+# Fields that are read from a file: the arguments of NeoBERTConfig, their names in BERT and in the
+# training code of the authors, the labels, and the class of the head.
 FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
     *ALIASES,
-    *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
+    *NeoBERTConfig.attribute_map,
+    *(
+        "masked_lm_logits",
+        "ngpt",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "architectures",
+    ),
 }
 _FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml")
 

@@ -143,8 +143,8 @@ def _write_common(folder: Path, source: SourceModel) -> None:
         "default_prompt_name": source.default_prompt_name,
         "similarity_fn_name": source.similarity_fn_name,
     }
-    if source.truncate_dim is not None:
-        further["truncate_dim"] = source.truncate_dim
+    if pooling.truncate_dim is not None:
+        further["truncate_dim"] = pooling.truncate_dim
     if any(further.values()):
         further["requirements"] = REQUIREMENTS
         write_json(folder / "config_sentence_transformers.json", further)

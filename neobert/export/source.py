@@ -35,11 +35,13 @@ class Pooling:
         mode: Pooling mode, as in `common.pooling`: "mean", "cls", "lasttoken", ...
         include_prompt: Whether the tokens of a prompt are included.
         modules: Modules of sentence-transformers: Pooling, then Dense and Normalize.
+        truncate_dim: Number of values of an embedding that are kept, or None for all.
     """
 
     mode: str
     include_prompt: bool
     modules: tuple[nn.Module, ...]
+    truncate_dim: int | None = None
 
     @property
     def dense(self) -> list[nn.Module]:
@@ -59,13 +61,14 @@ class Pooling:
             mask: Attention mask of ones and zeros, shape (B, L).
 
         Returns:
-            Embeddings of shape (B, D).
+            Embeddings of shape (B, D), or (B, `truncate_dim`).
         """
         # Modules of sentence-transformers read a dictionary and add their outputs to it.
         features = {"token_embeddings": hidden, "attention_mask": mask}
         for module in self.modules:
             features = module(features)
-        return features["sentence_embedding"]
+        # sentence-transformers truncates embeddings after all modules.
+        return features["sentence_embedding"][:, : self.truncate_dim]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,6 @@ class SourceModel:
         prompts: Prompts of a folder of sentence-transformers, by name.
         default_prompt_name: Name of the default prompt of such a folder, if any.
         similarity_fn_name: Name of the similarity function of such a folder, if any.
-        truncate_dim: Number of values of an embedding that such a folder keeps, if not all.
         metadata: License and base model, for the model card.
     """
 
@@ -101,12 +103,16 @@ class SourceModel:
     metadata: dict[str, str]
     default_prompt_name: str | None = None
     similarity_fn_name: str | None = None
-    truncate_dim: int | None = None
 
     @property
     def config(self) -> Any:
         """Configuration of the model."""
         return self.model.config
+
+    @property
+    def default_prompt(self) -> str:
+        """Prompt that sentence-transformers prepends to texts by default, or an empty string."""
+        return self.prompts.get(self.default_prompt_name or "", "")
 
     def describe(self) -> str:
         """Return one line about the model, for the user."""
@@ -117,6 +123,10 @@ class SourceModel:
                 pooling += ", Dense"
             if self.pooling.normalize:
                 pooling += ", normalized"
+            if self.pooling.truncate_dim:
+                pooling += f", truncated to {self.pooling.truncate_dim:,} dimensions"
+            if self.default_prompt:
+                pooling += f", default prompt {self.default_prompt!r}"
         layers = f"{self.config.num_hidden_layers} layers of {self.config.hidden_size}"
         return (
             f"{self.name}: {self.head.class_name}, {layers}{pooling}, texts of up to "
@@ -155,9 +165,11 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
 
     with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch_name:
         scratch = Path(scratch_name)
-        modules = _read_modules(model_path)
+        modules = _read_modules(model_path, options.head)
         # A model of sentence-transformers may have its transformer in a subdirectory.
         folder = model_path / modules[0].path if modules else model_path
+        # Without a pooling, the transformer is exported with its head.
+        modules = modules if len(modules) > 1 else []
         if not _is_hub_folder(folder):
             if modules or (model_path / "adapter_config.json").is_file():
                 raise UserError(
@@ -177,8 +189,16 @@ def _is_hub_folder(folder: Path) -> bool:
     return has_weights and (folder / "config.json").is_file()
 
 
-def _read_modules(folder: Path) -> list[_Module]:
+def _read_modules(folder: Path, head: HeadName | None) -> list[_Module]:
     """Return the modules of modules.json, or an empty list without this file.
+
+    Args:
+        folder: Directory of the model.
+        head: Value of `--head`, or None.
+
+    Returns:
+        The transformer and the modules that turn its hidden states into an embedding; only the
+        transformer for a CrossEncoder, and for a head whose outputs are not hidden states.
 
     Raises:
         UserError: If a module is not supported.
@@ -191,6 +211,10 @@ def _read_modules(folder: Path) -> list[_Module]:
         _Module(module["path"], module["type"].rpartition(".")[2]) for module in read_json(path)
     ]
     names = [module.class_name for module in modules]
+    has_other_outputs = names == ["Transformer"] or head not in (None, "base")
+    if has_other_outputs and names[:1] == ["Transformer"]:
+        return modules[:1]
+
     # The graphs contain these modules; others, such as LayerNorm, would be lost silently.
     are_known = names[:2] == ["Transformer", "Pooling"] and {*names[2:]} <= {"Dense", "Normalize"}
     if not are_known or "Normalize" in names[:-1]:
@@ -201,7 +225,7 @@ def _read_modules(folder: Path) -> list[_Module]:
     return modules
 
 
-def _load_pooling(folder: Path, modules: Sequence[_Module]) -> Pooling:
+def _load_pooling(folder: Path, modules: Sequence[_Module], truncate_dim: int | None) -> Pooling:
     """Load the modules of sentence-transformers that follow the transformer."""
     require("eval", "sentence_transformers")
     from sentence_transformers import models  # type: ignore[attr-defined]
@@ -215,7 +239,9 @@ def _load_pooling(folder: Path, modules: Sequence[_Module]) -> Pooling:
         else:
             instance = getattr(models, module.class_name).load(str(folder / module.path))
         loaded.append(instance.requires_grad_(False))
-    return Pooling(pooling_mode(config), config.get("include_prompt", True), tuple(loaded))
+    return Pooling(
+        pooling_mode(config), config.get("include_prompt", True), tuple(loaded), truncate_dim
+    )
 
 
 def _tensor_names(folder: Path) -> list[str]:
@@ -271,8 +297,9 @@ def _load_source(
     library_path = model_path / "config_sentence_transformers.json"
     if modules and library_path.is_file():
         library_config = read_json(library_path)
-    # With another head, hidden states are no output, so there is nothing to pool.
-    pooling = _load_pooling(model_path, modules) if modules and head.option == "base" else None
+    pooling = None
+    if modules:
+        pooling = _load_pooling(model_path, modules, library_config.get("truncate_dim"))
 
     # The Hub lists models with the relation "quantized" below their base model.
     metadata = license_metadata(card.license, read_card(model_path))
@@ -290,7 +317,6 @@ def _load_source(
         metadata=metadata,
         default_prompt_name=library_config.get("default_prompt_name"),
         similarity_fn_name=library_config.get("similarity_fn_name"),
-        truncate_dim=library_config.get("truncate_dim"),
     )
 
 

@@ -271,6 +271,16 @@ def test_invalid_labels_are_rejected(tiny_config, fields, message):
         plan(NeoBERTForSequenceClassification(config).state_dict(), {**tiny_config, **fields})
 
 
+def test_names_of_bert_are_not_replaced_by_defaults(tiny_config):
+    """A field under its name in BERT is used, and is not reported as a default."""
+    state = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config)).state_dict()
+    fields = {name: value for name, value in tiny_config.items() if name != "norm_eps"}
+    fields |= {"layer_norm_eps": 1e-3, "hidden_dropout_prob": 0.1}
+    result = plan(state, fields)
+    assert (result.config.norm_eps, result.config.hidden_dropout) == (1e-3, 0.1)
+    assert not any("norm_eps" in note for note in result.notes)
+
+
 def test_labels_keep_their_ids_if_keys_are_sorted_as_text(tiny_config):
     """Labels keep their ids if the keys of `id2label` are sorted as text: 0, 1, 10, 11, 2, ...
 

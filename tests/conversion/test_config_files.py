@@ -4,6 +4,8 @@ Covers the selection of the file, the fields that are read, and the rejection of
 malicious files.
 """
 
+import json
+
 import pytest
 
 from neobert import NeoBERTConfig
@@ -44,6 +46,13 @@ def test_precedence_of_config_sections(tmp_path):
         "max_length": 64,
         "vocab_size": 9,
     }
+
+
+def test_names_of_bert_are_read(tmp_path):
+    """The names of BERT's configuration, which NeoBERTConfig accepts, are read from a file."""
+    fields = {"layer_norm_eps": 1e-6, "hidden_dropout_prob": 0.1, "initializer_range": 0.3}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_size": 32}))
+    assert read_config(tmp_path / "config.json") == {**fields, "hidden_size": 32}
 
 
 def test_config_above_the_run_is_ignored(run, tmp_path):

@@ -13,13 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForMultipleChoice,
+    NeoBERTForSequenceClassification,
+)
 from neobert import cli as __main__
 from neobert.common.errors import UserError
 from neobert.conversion import verify
-from neobert.export import check, command, folder
+from neobert.export import check, command, folder, gguf
 from neobert.export.check import EngineAgreement, Reference
 from neobert.export.graph import Graph
+from neobert.export.model_card import build_card
 from neobert.export.options import ModelOptions
 from neobert.export.source import Pooling, open_source
 
@@ -130,6 +135,64 @@ def test_default_prompt_and_similarity_function_are_kept(sentence_folder, tmp_pa
         )
         content = (output_folder / "config_sentence_transformers.json").read_text()
         assert json.loads(content).items() >= expected.items()
+
+
+def test_default_prompt_and_truncation_reach_the_user(sentence_folder, tmp_path, caplog):
+    """Graphs truncate embeddings, and the user learns which settings other libraries ignore."""
+    model_folder = shutil.copytree(sentence_folder, tmp_path / "model")
+    settings = {"prompts": {"query": "a "}, "default_prompt_name": "query", "truncate_dim": 8}
+    (model_folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    source = load_source(model_folder)
+
+    ids = torch.tensor([[2, 5, 6, 3]])
+    mask = torch.ones_like(ids)
+    complete = load_source(sentence_folder)
+    expected = Graph(complete)(ids, mask)[1]
+    assert expected.shape == (1, 48)
+    assert torch.equal(Graph(source)(ids, mask)[1], expected[:, :8])
+
+    description = "mean pooling, Dense, normalized, truncated to 8 dimensions, default prompt 'a '"
+    assert description in source.describe()
+    files = {"model": check.GraphFile("fp32", 1.0, 1.0)}
+    card = build_card(source, "name", "onnx", files)
+    assert 'with the prompt "a " before each text' in card
+    assert "Embeddings are truncated to 8 dimensions" in card
+    assert "prompt" not in build_card(complete, "name", "onnx", files)
+
+    without_dense = replace(source.pooling, modules=(source.pooling.modules[0],))
+    assert gguf._client_settings(replace(source, pooling=without_dense)) == [
+        "Prepend the default prompt 'a ' to each text.",
+        "Truncate embeddings to 8 dimensions.",
+    ]
+
+
+def test_cross_encoders_are_exported_with_their_head(hub_folder, tmp_path):
+    """A CrossEncoder has a modules.json with its transformer only."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    path = str(hub_folder(NeoBERTForSequenceClassification, num_labels=1))
+    encoder = sentence_transformers.CrossEncoder(path, device="cpu")
+    encoder.save_pretrained(str(tmp_path / "reranker"))
+    # Not all versions of sentence-transformers write this file.
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.X.Transformer"}]
+    (tmp_path / "reranker" / "modules.json").write_text(json.dumps(modules))
+
+    source = load_source(tmp_path / "reranker")
+    assert source.head.option == "sequence-classification"
+    assert source.pooling is None
+    assert torch.equal(source.model.classifier.weight, encoder.model.classifier.weight)
+
+
+def test_other_heads_need_no_known_modules(hub_folder, tmp_path):
+    """With a head that reads no embeddings, modules behind the transformer do not matter."""
+    model_folder = shutil.copytree(hub_folder(NeoBERTForMaskedLM), tmp_path / "splade")
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Splade", "type": "sentence_transformers.SpladePooling"},
+    ]
+    (model_folder / "modules.json").write_text(json.dumps(modules))
+    assert load_source(model_folder, head="masked-lm").head.option == "masked-lm"
+    with pytest.raises(UserError, match="must have the modules Transformer, Pooling"):
+        load_source(model_folder)
 
 
 def test_default_head_matches_the_weights(hub_folder):
