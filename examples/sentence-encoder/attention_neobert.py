@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "3e9bc362"
+VERSION = "f7a4326b"
 
 logger = logging.get_logger(__name__)
 
@@ -347,12 +347,13 @@ class Packing:
     def means(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of each sequence, (1, T, D) -> (N, D), and zeros for an empty one.
 
-        The sum is computed in float32: a sum in bfloat16 stops growing after a few hundred tokens,
-        and one in float16 is limited to 65,504.
+        The sum is computed in float32 at least: a sum in bfloat16 stops growing after a few hundred
+        tokens, and one in float16 is limited to 65,504.
         """
         lengths = self.cu_seq_lens.diff()[:, None]
-        sums = torch.zeros(len(lengths), x.shape[-1], device=x.device)
-        sums = sums.index_add(0, self.sequence_ids(x.shape[1]), x[0].float())
+        tokens = at_least_float32(x[0])
+        sums = tokens.new_zeros(len(lengths), x.shape[-1])
+        sums = sums.index_add(0, self.sequence_ids(x.shape[1]), tokens)
         return (sums / lengths.clamp(min=1)).to(x.dtype)
 
     def kwargs(self, others: dict[str, Any]) -> dict[str, Any]:

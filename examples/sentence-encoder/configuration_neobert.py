@@ -56,6 +56,8 @@ _CLASSES |= {name for names in ARCHITECTURES.values() for name in names}
 
 # ------------------------------------------------------------------------------------------- rules
 
+# Values of `problem_type`, the loss of sequence classification.
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 # A predicate of a value, and the description of the values that pass.
 _Rule = tuple[Callable[[Any], bool], str]
@@ -106,6 +108,10 @@ _RULES = {
     "decoder_init_range": _AT_LEAST_0,
     "classifier_init_range": _AT_LEAST_0,
     "norm_eps": _AT_LEAST_0,
+    "problem_type": (
+        lambda value: value is None or value in PROBLEM_TYPES,
+        f"None or one of {', '.join(PROBLEM_TYPES)}",
+    ),
     "unpad_inputs": _SWITCH,
     "sparse_prediction": _SWITCH,
 }
@@ -183,9 +189,9 @@ class NeoBERTConfig(PretrainedConfig):
         max_position_embeddings: Context length in tokens. `max_length` of published configs is an
             alias.
         norm_eps: Epsilon of the norms.
-        hidden_act: "swiglu" or "gelu" (ablation M0).
-        norm_type: "rms" or "layer" (ablation M0).
-        position_embedding_type: "rope" or "learned" (ablation M0).
+        hidden_act: "swiglu", or "gelu" as in the BERT-like baseline of the paper (M0).
+        norm_type: "rms", or "layer" (LayerNorm) as in this baseline.
+        position_embedding_type: "rope", or "learned" as in this baseline.
         rope_theta: Base of the rotary angles.
         rope_scaling: Context extension as transformers 4 writes it, next to `rope_theta`, such as
             `{"rope_type": "yarn", "factor": 2.0}`. Types: default, linear, dynamic, yarn.
@@ -383,6 +389,11 @@ class NeoBERTConfig(PretrainedConfig):
             parameters["rope_theta"] = self.rope_theta
         if parameters["rope_type"] != "default":
             parameters.setdefault("factor", None)
+        elif parameters.get("factor") not in (None, 1):
+            raise ValueError(
+                "`rope_scaling` with a `factor` must have a `rope_type` of linear, dynamic or "
+                f"yarn, got {value}."
+            )
 
         if parameters["rope_type"] == "yarn":
             if parameters.get("original_max_position_embeddings") is None:

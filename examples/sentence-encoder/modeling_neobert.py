@@ -47,11 +47,11 @@ from .attention_neobert import (
     swiglu_in_slices,
 )
 from .attention_neobert import VERSION as ATTENTION_VERSION
-from .configuration_neobert import AUTO_MAP, NeoBERTConfig
+from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "3e9bc362"
+VERSION = "f7a4326b"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -308,8 +308,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         if is_tracing():
             return False
 
-        # A patched forward of the model itself sees the batch of the caller.
-        hooks = [hook for hook in hooks_of(self) if hook is not vars(self).get("forward")]
+        # Hooks and a patched forward of the model itself see the batch of the caller.
+        hooks: list[Any] = []
+        for child in self.children():
+            hooks += hooks_of(child)
         blocks = getattr(self._backbone(), "transformer_encoder", ())
         replaced = [type(block) for block in blocks if type(block) is not NeoBERTBlock]
         observers = [observer for observer in hooks + replaced if not is_machinery(observer)]
@@ -502,6 +504,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 f"NeoBERT does not use the arguments {', '.join(unknown)} and passes them to the "
                 "attention function. Check their spelling."
             )
+
+        if kwargs.get("is_causal"):
+            raise ValueError("`is_causal` must be False, got True. NeoBERT is bidirectional.")
 
         if input_ids is not None and inputs_embeds is not None:
             raise ValueError("Either `input_ids` or `inputs_embeds` must be passed, got both.")
@@ -862,8 +867,8 @@ class _PooledHeadModel(_TaskHeadModel):
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
         if mean:
-            # In float32, as in `Packing.means`.
-            sums = (hidden * mask[..., None]).sum(dim=1, dtype=torch.float32)
+            # In float32 at least, as in `Packing.means`.
+            sums = (at_least_float32(hidden) * mask[..., None]).sum(dim=1)
             return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         firsts = mask.to(torch.int32).argmax(dim=-1)
         rows = torch.arange(hidden.shape[0], device=hidden.device)
@@ -919,36 +924,61 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
             ValueError: If the labels have another shape or dtype, or are out of range.
         """
         _check_tensors(labels=labels)
-        if self.config.problem_type is None:
-            self.config.problem_type = self._infer_problem_type(labels)
-        problem_type = self.config.problem_type
+        problem_type = self.config.problem_type or self._infer_problem_type(labels)
+        if problem_type not in PROBLEM_TYPES:
+            # The field was set after the model had checked its configuration.
+            self.config.check()
+
         if problem_type == "single_label_classification":
             labels = _check_labels("labels", labels, logits.shape[:1], self.num_labels)
-            return _cross_entropy(logits, labels, num_items_in_batch)
+            loss = _cross_entropy(logits, labels, num_items_in_batch)
+        else:
+            is_multi_label = problem_type == "multi_label_classification"
+            loss = self._elementwise_loss(logits, labels, is_multi_label, num_items_in_batch)
 
+        # Labels that were refused do not determine the type of later ones.
+        self.config.problem_type = problem_type
+        return loss
+
+    def _elementwise_loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        is_multi_label: bool,
+        num_items_in_batch: NumItems,
+    ) -> torch.Tensor:
+        """Return the mean binary cross-entropy or squared error of (B, C) logits."""
         flat = self.num_labels == 1 and labels.dim() == 1
         _check_shape("labels", labels, logits.shape[:1] if flat else logits.shape)
-        multi_label = problem_type == "multi_label_classification"
-        if multi_label and has_host_values(labels) and ((labels < 0) | (labels > 1)).any():
+        if is_multi_label and has_host_values(labels) and ((labels < 0) | (labels > 1)).any():
             raise ValueError(
                 "`labels` must be between 0 and 1 for multi-label classification, got values from "
                 f"{labels.min().item()} to {labels.max().item()}."
             )
 
-        loss_function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
+        loss_function = F.binary_cross_entropy_with_logits if is_multi_label else F.mse_loss
         logits = at_least_float32(logits).view_as(labels)
         total = loss_function(logits, labels.to(logits), reduction="sum")
         count = torch.tensor(labels.numel(), device=total.device)
         return _mean(total, count, num_items_in_batch)
 
     def _infer_problem_type(self, labels: torch.Tensor) -> ProblemType:
-        """Return the problem type of labels of this shape and dtype, as BERT does."""
+        """Return the problem type of labels of this shape and dtype, as BERT does.
+
+        Raises:
+            ValueError: If there is one label per text, several classes, and no integer dtype.
+        """
         if self.num_labels == 1:
             return "regression"
-        one_column = labels.dim() == 1 or labels.shape[1:] == (1,)
-        if one_column and not labels.is_floating_point():
-            return "single_label_classification"
-        return "multi_label_classification"
+        if labels.dim() != 1 and labels.shape[1:] != (1,):
+            return "multi_label_classification"
+        if labels.is_floating_point():
+            raise ValueError(
+                "`labels` must be integers (int64) for one label per text, or have shape "
+                f"({len(labels)}, {self.num_labels}) for multi-label classification, got "
+                f"{labels.dtype} of shape {tuple(labels.shape)}."
+            )
+        return "single_label_classification"
 
 
 class NeoBERTForMultipleChoice(_PooledHeadModel):
@@ -973,9 +1003,20 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         **kwargs: Any,
     ) -> NeoBERTModelOutput:
         """Return the outputs of the backbone for the flattened candidates."""
-        if position_ids is not None and attention_mask is None:
-            # The positions of a single candidate must not be treated as a packed batch.
-            attention_mask = torch.ones_like(position_ids)
+        _check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids)
+        tensor = inputs_embeds if input_ids is None else input_ids
+        dimensions = 4 if input_ids is None else 3
+        if tensor is not None and tensor.dim() != dimensions:
+            raise ValueError(
+                "`input_ids` must have shape (batch, choices, length), or `inputs_embeds` (batch, "
+                f"choices, length, {self.config.hidden_size}), got {tuple(tensor.shape)}."
+            )
+
+        if tensor is not None and position_ids is not None:
+            position_ids = position_ids.expand(tensor.shape[:3])
+            if attention_mask is None:
+                # The positions of a single candidate must not be treated as a packed batch.
+                attention_mask = torch.ones_like(position_ids)
         inputs = (input_ids, attention_mask, position_ids, inputs_embeds)
         flat = [None if x is None else x.flatten(0, 1) for x in inputs]
         return super().run_backbone(*flat, **kwargs)
@@ -1119,9 +1160,9 @@ def _token_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the mask of tokens, (B, L), that a mask of the caller contains.
 
     Args:
-        mask: Mask of tokens; or a 4-D mask, boolean or additive. A mask of shape (B, 1, 1, L) is
-            the same for all queries, as `get_extended_attention_mask` of BERT returns it. Any other
-            4-D mask contains no mask of tokens.
+        mask: Mask of tokens; or a 4-D mask, boolean (or integer) or additive. A mask of shape
+            (B, 1, 1, L) is the same for all queries, as `get_extended_attention_mask` of BERT
+            returns it. Any other 4-D mask contains no mask of tokens.
     """
     if mask is None or mask.dim() != 4:
         return mask
@@ -1129,7 +1170,7 @@ def _token_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
         return None
     keys = mask[:, 0, 0]
     # Additive masks have -10,000, the smallest value of the dtype, or -inf at padding.
-    return keys if keys.dtype == torch.bool else keys > -1e4
+    return keys > -1e4 if keys.is_floating_point() else keys != 0
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: NumItems) -> torch.Tensor:

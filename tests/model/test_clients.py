@@ -389,7 +389,8 @@ def test_unpad_inputs_argument_takes_precedence():
             model = make_model(model_class)
             token_counts = count_rows(getattr(model, "model", model).layer_norm)
             if has_hook:
-                model.register_forward_hook(lambda module, args, output: None)
+                block = getattr(model, "model", model).transformer_encoder[0]
+                block.register_forward_hook(lambda module, args, output: None)
             model(ids, attention_mask=mask, unpad_inputs=unpad_inputs)
             assert token_counts == [tokens], (model_class, has_hook, unpad_inputs)
 

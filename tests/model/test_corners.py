@@ -7,7 +7,15 @@ arguments of the heads, fake and meta tensors, and names of BERT's configuration
 import pytest
 import torch
 import transformers
-from helpers.reference import FIELDS, LEARNED, assert_same, last_states, make_model, random_batch
+from helpers.reference import (
+    FIELDS,
+    LEARNED,
+    assert_same,
+    count_rows,
+    last_states,
+    make_model,
+    random_batch,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, vmap
@@ -17,8 +25,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from neobert import (
     NeoBERTConfig,
     NeoBERTForMaskedLM,
+    NeoBERTForMultipleChoice,
     NeoBERTForQuestionAnswering,
     NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
     NeoBERTModel,
     attention_neobert,
 )
@@ -179,13 +189,15 @@ def test_heads_accept_4d_masks():
     )
 
 
-@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("form", ["bool", "integer", "additive"])
 @torch.no_grad()
-def test_heads_ignore_the_padding_of_extended_masks(additive):
-    """The heads ignore the padding of masks of shape (B, 1, 1, L), which BERT makes of 2-D masks."""
+def test_heads_ignore_the_padding_of_extended_masks(form):
+    """The heads ignore the padding of (B, 1, 1, L) masks, which BERT makes of 2-D masks."""
     ids, mask = random_batch([9, 5])
-    extended = mask[:, None, None].bool()
-    if additive:
+    extended = mask[:, None, None]
+    if form == "bool":
+        extended = extended.bool()
+    elif form == "additive":
         extended = (1 - mask[:, None, None].float()) * torch.finfo(torch.float32).min
 
     for pooling in ("cls", "mean"):
@@ -343,6 +355,84 @@ def test_dynamic_rope_on_the_meta_device():
         model = NeoBERTModel(NeoBERTConfig(**FIELDS, rope_scaling=rope))
     ids = torch.ones(2, 6, dtype=torch.long, device="meta")
     assert model(ids, attention_mask=torch.ones(2, 6, device="meta"))[0].shape == (2, 6, 64)
+
+
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
+def test_hooks_of_the_model_itself_do_not_disable_packing(model_class):
+    """A hook of the outermost model receives the batch of the caller, so blocks stay packed."""
+    model = make_model(model_class)
+    ids, mask = random_batch([9, 4])
+    shapes = []
+    model.register_forward_hook(lambda module, args, output: shapes.append(output[0].shape))
+    token_counts = count_rows(getattr(model, "model", model).layer_norm)
+    model(ids, attention_mask=mask)
+    assert shapes[0][:2] == (2, 9)
+    assert token_counts == [13]
+
+
+def test_causal_attention_is_refused():
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([9, 9])
+    assert_same(model(ids, is_causal=False)[0], model(ids)[0])
+    with pytest.raises(ValueError, match="`is_causal` must be False, got True"):
+        model(ids, is_causal=True)
+
+
+def test_unknown_problem_types_are_refused():
+    """An unknown problem type is refused when the model is created, and when it is used."""
+    with pytest.raises(ValueError, match="`problem_type` must be None or one of regression, .*"):
+        make_model(NeoBERTForSequenceClassification, problem_type="multi_label")
+
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    model.config.problem_type = "multilabel"
+    ids, _ = random_batch([9, 9])
+    with pytest.raises(ValueError, match="`problem_type` must be .* got 'multilabel'"):
+        model(ids, labels=torch.ones(2, 3))
+
+
+def test_refused_labels_do_not_determine_the_problem_type():
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    ids, _ = random_batch([9, 9])
+    with pytest.raises(ValueError, match=r"must be integers \(int64\) for one label per text, or"):
+        model(ids, labels=torch.tensor([0.0, 1.0]))
+    assert model.config.problem_type is None
+    assert torch.isfinite(model(ids, labels=torch.tensor([0, 1])).loss)
+
+
+@pytest.mark.parametrize("unpad", [True, False])
+@torch.no_grad()
+def test_means_have_the_precision_of_the_model(unpad):
+    """Means are computed in float64 for a float64 model, with any default dtype."""
+    model = make_model(NeoBERTForSequenceClassification, classifier_pooling="mean")
+    model = model.double()
+    model.config.unpad_inputs = unpad
+    ids, mask = random_batch([9, 4])
+    hidden = model.model(ids, attention_mask=mask)[0]
+    means = torch.stack([hidden[0, :9].mean(0), hidden[1, :4].mean(0)])
+    expected = model.classifier(torch.tanh(model.dense(means)))
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        logits = model(ids, attention_mask=mask).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(logits, expected, atol=1e-13, rtol=0)
+
+
+@torch.no_grad()
+def test_multiple_choice_with_shared_positions_and_wrong_shapes():
+    """Positions (L,) apply to all candidates, and inputs without candidates are refused."""
+    model = make_model(NeoBERTForMultipleChoice)
+    ids = random_batch([6] * 6)[0].view(2, 3, 6)
+    expected = model(ids).logits
+    assert_same(model(ids, position_ids=torch.arange(6)).logits, expected, 1e-6)
+    with pytest.raises(ValueError, match=r"shape \(batch, choices, length\), .* got \(3, 6\)"):
+        model(ids[0])
+
+
+def test_scaling_without_a_type_is_refused():
+    with pytest.raises(ValueError, match="`rope_scaling` with a `factor` must have a `rope_type`"):
+        NeoBERTConfig(rope_scaling={"factor": 2.0})
 
 
 def test_hook_without_module_is_a_user_hook():

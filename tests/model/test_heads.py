@@ -496,7 +496,7 @@ BAD_LABELS = (
         "between 0 and 1 .*, got values from 2.0 to 2.0",
     ),
     (NeoBERTForSequenceClassification, {"num_labels": 1}, torch.ones(3), r"\(2,\).*\(3,\)"),
-    (NeoBERTForMultipleChoice, {}, None, r"`input_ids` must have shape.*\(12,\)"),
+    (NeoBERTForMultipleChoice, {}, None, r"`input_ids` must have shape.*\(2, 6\)"),
     (NeoBERTForMultipleChoice, {}, ONE * 5, "from 0 to 1.*got 5"),
 )
 
