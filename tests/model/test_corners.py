@@ -189,6 +189,18 @@ def test_heads_accept_4d_masks():
     )
 
 
+@torch.no_grad()
+def test_heads_pool_all_tokens_with_a_mask_of_pairs():
+    """A mask of pairs of tokens contains no padding, so all tokens are pooled."""
+    model = make_model(NeoBERTForSequenceClassification, classifier_pooling="mean")
+    ids = random_batch([9, 9])[0]
+    steps = torch.arange(9)
+    near = ((steps[:, None] - steps).abs() <= 2).expand(2, 1, 9, 9)
+    means = model.model(ids, attention_mask=near)[0].mean(dim=1)
+    expected = model.classifier(torch.tanh(model.dense(means)))
+    assert_same(model(ids, attention_mask=near).logits, expected, 1e-6)
+
+
 @pytest.mark.parametrize("form", ["bool", "integer", "additive"])
 @torch.no_grad()
 def test_heads_ignore_the_padding_of_extended_masks(form):
