@@ -309,8 +309,12 @@ def length_transfer(target_of):
             after the block, (B, L, 32) each.
     """
     transfer = transfer_of()
+    for hidden in transfer.stream:
+        hidden[..., 5] += 10
     transfer.fit_attention()
     transfer.fit_outputs()
+    # The states before the feed-forward are not small at the coordinate that is replaced.
+    transfer.block.wo.weight.data[5] = 0
 
     transfer.after = [target_of(hidden, transfer.run(hidden)) for hidden in transfer.stream]
     return transfer
