@@ -76,6 +76,7 @@ from .trainer import (
     output_logits,
     process_state,
     save_model,
+    scale_output,
 )
 
 
@@ -131,6 +132,10 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
 
     metric = options.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
+        if task.name == TOKENS:
+            raise UserError(
+                f"`metric` has no effect on token classification, got {metric!r}. Omit --metric."
+            )
         raise UserError(
             f"`metric` must be one of {', '.join(task.metrics)} for this task, got {metric!r}."
         )
@@ -268,8 +273,18 @@ class Finetuning:
         check_vocabulary(self.tokenizer, model, name)
 
         # Labels are standardized for training. The saved model predicts in their unit again.
-        if self.task.name == REGRESSION and output_layer(model) is not None:
+        layer = output_layer(model)
+        if self.task.name == REGRESSION and layer is not None:
             self.scaling = _label_scaling(self.splits.train.labels)
+            # The head of a regression model predicts labels in their unit. Training must start from
+            # the same predictions in standardized units.
+            new_parameters = [
+                parameter for key, parameter in model.named_parameters() if key in new_head
+            ]
+            is_new = any(parameter is layer.weight for parameter in new_parameters)
+            if not is_new and self._starts_from_regression():
+                factor, offset = self.scaling
+                scale_output(model, 1 / factor, -offset / factor)
         # Texts cannot be longer than the positions of the model.
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
@@ -298,6 +313,17 @@ class Finetuning:
         )
         trainer.new_head = new_head
         return trainer
+
+    def _starts_from_regression(self) -> bool:
+        """Return whether the model to start from is a regression model.
+
+        Other models with one output, such as rerankers, do not predict labels in their unit.
+        """
+        # `load_classifier` replaces the problem type of the model that it returns.
+        config = AutoConfig.from_pretrained(
+            self.options.model.model, trust_remote_code=self.options.model.trust_remote_code
+        )
+        return config.problem_type == self.task.problem_type
 
     def _tokenize(self) -> None:
         parts = {

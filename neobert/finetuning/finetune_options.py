@@ -27,8 +27,8 @@ class ModelOptions(OptionGroup):
     )
     classifier_pooling: Literal["cls", "mean"] | None = option(
         None,
-        "Pooling of the classification head of NeoBERT. By default that of the sentence encoder, "
-        "or of config.json.",
+        "Pooling of the classification head of NeoBERT. By default the pooling of `--model` if it "
+        "is a sentence encoder, otherwise `classifier_pooling` in its config.json.",
     )
     head_dropout: Annotated[float, Meta(ge=0, lt=1)] = option(
         0.1, "Dropout probability of the head."

@@ -1,9 +1,11 @@
 """Rows of `neobert finetune`: texts and labels in any columns, and the task that they describe."""
 
+import ast
 import hashlib
 import json
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +13,16 @@ from typing import Any
 
 from ..common import data
 from ..common.errors import UserError, listed, shortened
-from .tagging import Bounds, bio_names, is_bio, join_words, split_words, tags_from_spans, to_bio
+from .tagging import (
+    OUTSIDE,
+    Bounds,
+    bio_names,
+    is_bio,
+    join_words,
+    split_words,
+    tags_from_spans,
+    to_bio,
+)
 
 
 logger = logging.getLogger("neobert.finetuning")
@@ -32,6 +43,10 @@ _LABEL_COLUMNS = ("label", "labels", "tags", "ner_tags", "entities", "spans", "s
 # Usual names of columns with the words of a text, and their tags.
 _WORD_COLUMN = "tokens"
 _TAG_COLUMNS = ("tags", "ner_tags")
+# Usual names of columns with lists only.
+_LIST_COLUMNS = (*_TAG_COLUMNS, "entities", "spans")
+# Start of a list of strings or mappings in a cell.
+_LIST_START = re.compile(r"\[\s*['\"{]")
 # Metrics of a task, the default one first, and its `problem_type` in a configuration.
 _METRICS = {
     CLASSIFICATION: ("accuracy", "macro_f1", "matthews"),
@@ -84,8 +99,10 @@ class TextTask:
         if self.name == TOKENS:
             scheme = "entities of the types" if self.bio else "words with the tags"
             # "B-PER" and "I-PER" are of one type; plain tags are types themselves.
-            types = sorted({name.removeprefix("B-") for name in self.labels if name[:2] != "I-"})
-            return f"token classification: {scheme} {listed(types, 10)}"
+            types = {name.removeprefix("B-") for name in self.labels if name[:2] != "I-"}
+            if self.bio:
+                types.discard(OUTSIDE)
+            return f"token classification: {scheme} {listed(sorted(types), 10)}"
         unit = "pairs" if len(self.text_columns) == 2 else "texts"
         if self.name == REGRESSION:
             return f"regression of {unit}"
@@ -277,8 +294,14 @@ def encode_rows(
             f"{parts[0].source} must contain at least one label or span, got empty lists in all "
             "rows. Add labels, or pass --label-column."
         )
-    if len(labels) < 2 and task.name == CLASSIFICATION:
-        raise UserError(f"{parts[0].source} must have at least two labels, got {listed(labels)}.")
+    if len(labels) < 2:
+        # scikit-learn treats a single column of 0 and 1 as a classification with two classes.
+        remedy = ""
+        if task.name == MULTI_LABEL:
+            remedy = " Use a column with two values, such as yes and no, for a classification."
+        raise UserError(
+            f"{parts[0].source} must have at least two labels, got {listed(labels)}.{remedy}"
+        )
 
     # The loss of a multi-label task takes floats of shape (N, C).
     task = replace(task, labels=labels)
@@ -308,14 +331,35 @@ def _is_missing(value: Any) -> bool:
 
 
 def parsed_list(value: Any) -> Any:
-    """Return a value. A list in JSON, as a cell of a table contains it, is parsed."""
+    """Return a value. A list in JSON or Python, as a cell of a table contains it, is parsed."""
     if isinstance(value, str) and value.startswith("["):
         try:
             items = json.loads(value)
         except ValueError:
-            return value
+            return _parsed_python_list(value)
         return items if isinstance(items, list) else value
     return value
+
+
+def _parsed_python_list(cell: str) -> Any:
+    """Return the list of strings or numbers that `DataFrame.to_csv` wrote, or else the cell."""
+    if not cell.endswith("]"):
+        return cell
+    try:
+        items = ast.literal_eval(cell)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return cell
+
+    # Python joins adjacent strings: the array "['a' 'b']" of numpy would be a list of one string.
+    is_same = repr(items).replace(" ", "") == cell.replace(" ", "")
+    is_flat = isinstance(items, list) and all(type(item) in (str, int, float) for item in items)
+    return items if is_same and is_flat else cell
+
+
+def _is_unparsed_list(value: Any) -> bool:
+    """Return whether a cell has the brackets of a list, but is not a list in JSON or Python."""
+    has_brackets = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+    return has_brackets and not isinstance(parsed_list(value), list)
 
 
 def _number(value: Any) -> float | None:
@@ -340,12 +384,16 @@ def _name(value: Any) -> str:
 def _class_names_of(labels: Collection[str]) -> dict[str, str]:
     """Return the class name of each label. If all labels are numbers, 1.0 and 1 are one class.
 
-    pandas writes 1 as 1.0 if a value of the column is missing.
+    pandas writes 1 as 1.0 if a value of the column is missing. Other numbers keep their text, so
+    250.1 and 250.10 are two classes.
     """
     if any(_number(label) is None for label in labels):
         return {label: label for label in labels}
     # A number without a decimal point may be a code such as 007, which is kept.
-    return {label: _name(float(label)) if "." in label else label for label in labels}
+    return {
+        label: str(int(float(label))) if "." in label and float(label).is_integer() else label
+        for label in labels
+    }
 
 
 def _ordered(names: Iterable[str]) -> tuple[str, ...]:
@@ -378,6 +426,7 @@ def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
 def _infer_name(raw: RawRows, text_columns: Sequence[str], label_columns: Sequence[str]) -> str:
     if len(label_columns) > 1:
         return MULTI_LABEL
+    _check_lists(raw, text_columns, label_columns[0])
     # Words and tags may be separated by spaces. Rows of a single word could have plain labels.
     if tuple(text_columns) == (_WORD_COLUMN,) and label_columns[0] in _TAG_COLUMNS:
         counts = [_word_count(text, tags) for (text,), tags in zip(raw.texts, raw.labels)]
@@ -403,6 +452,31 @@ def _infer_name(raw: RawRows, text_columns: Sequence[str], label_columns: Sequen
     return CLASSIFICATION if is_whole and is_small else REGRESSION
 
 
+def _check_lists(raw: RawRows, text_columns: Sequence[str], label_column: str) -> None:
+    """Raise UserError if a cell contains a list that cannot be parsed."""
+    remedy = " If the labels are class names, pass --task classification."
+    has_lists = any(isinstance(value, list) for value in raw.labels)
+    is_list_column = has_lists or label_column in _LIST_COLUMNS
+    for number, value in enumerate(raw.labels):
+        # In other columns, "[x]" may be a class name.
+        if not _is_unparsed_list(value):
+            continue
+        if is_list_column or _LIST_START.match(value):
+            raise _list_error(raw, number, value, remedy)
+
+    # Lists of tags belong to lists of words.
+    if tuple(text_columns) != (_WORD_COLUMN,):
+        return
+    for number, ((text,), value) in enumerate(zip(raw.texts, raw.labels)):
+        if isinstance(value, list) and _is_unparsed_list(text):
+            raise _list_error(raw, number, text)
+
+
+def _list_error(part: RawRows, number: int, value: str, remedy: str = "") -> UserError:
+    rule = "a list must be in JSON"
+    return _row_error(part, number, rule, value, f' Write lists such as ["a", "b"].{remedy}')
+
+
 def _check_no_regression(raw: RawRows, numbers: Sequence[float | None]) -> None:
     """Raise UserError if most labels are different numbers, so the others are probably errors."""
     if len(set(numbers) - {None}) > len(numbers) / 2:
@@ -426,7 +500,7 @@ def _word_count(text: Any, tags: Any) -> int | None:
 
 
 def _split_cell(value: Any) -> Any:
-    """Return the list in a cell, which is JSON or has its items separated by spaces."""
+    """Return the items of a cell, which is a list or has its items separated by spaces."""
     items = parsed_list(value)
     return items.split() if isinstance(items, str) else items
 
@@ -471,6 +545,8 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
             raise _row_error(part, number, "label columns must contain 0 and 1", value)
         return [column for column, flag in zip(task.label_columns, flags) if flag]
     if not isinstance(value, list):
+        if _is_unparsed_list(value):
+            raise _list_error(part, number, value)
         raise _row_error(part, number, "several labels must be a list", value)
     return [name(item) for item in value]
 
@@ -551,7 +627,12 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         tags, lost = tags_from_spans(value, words)
         return text, tags, words, lost
 
-    # A csv file has tokens and tags as JSON lists, or as texts separated by spaces.
+    # A csv file has tokens and tags as lists, or as texts separated by spaces. A text that is
+    # separated by spaces may have brackets.
+    if _is_unparsed_list(value):
+        raise _list_error(part, number, value)
+    if isinstance(value, list) and _is_unparsed_list(text):
+        raise _list_error(part, number, text)
     tokens = _split_cell(text)
     tags = _split_cell(value)
     if _word_count(tokens, tags) is None:

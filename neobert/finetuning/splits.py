@@ -170,23 +170,34 @@ def _strata(task: TextTask, labels: Sequence) -> list[tuple]:
 
 
 def _report(task: TextTask, splits: Splits) -> None:
-    """Log the task and the sizes, and warn about equal texts and labels without training rows."""
+    """Log the task and the sizes. Warn about repeated texts and labels without training rows."""
     logger.info("Task: %s", task.describe())
     sizes = [f"{name} {count:,}" for name, count in splits.sizes().items()]
     logger.info("Rows: %s", ", ".join(sizes))
 
     # A model that remembers these texts looks better than it is.
-    train_texts = set(splits.train.texts)
-    repeated = sum(texts in train_texts for texts in splits.test.texts)
-    if repeated:
-        logger.warning(
-            "%s of %s test texts also occur in the training rows, so the test metrics are "
-            "too high.",
-            f"{repeated:,}",
-            f"{len(splits.test):,}",
-        )
+    _warn_about_repeated_texts("validation", splits.validation, "training", splits.train)
+    _warn_about_repeated_texts("test", splits.test, "training", splits.train)
+    _warn_about_repeated_texts("test", splits.test, "validation", splits.validation)
     if task.name == CLASSIFICATION:
         missing = set(range(len(task.labels))) - set(splits.train.labels)
         if missing:
             names = ", ".join(task.labels[number] for number in sorted(missing))
             logger.warning("There are no training rows of the labels %s.", names)
+
+
+def _warn_about_repeated_texts(
+    name: str, examples: Examples, other_name: str, other: Examples
+) -> None:
+    """Warn about texts of a part that another part contains, too."""
+    other_texts = set(other.texts)
+    repeated = sum(texts in other_texts for texts in examples.texts)
+    if repeated:
+        logger.warning(
+            "%s of %s %s texts also occur in the %s rows, so the %s metrics are too high.",
+            f"{repeated:,}",
+            f"{len(examples):,}",
+            name,
+            other_name,
+            name,
+        )

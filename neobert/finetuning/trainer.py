@@ -81,12 +81,15 @@ class FinetuneTrainer(RunTrainer, Trainer):
         return decay_parameter_names(model)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Record the best step.
+        """Record and save the best step.
 
         transformers 4 and 5.0 record the step for the strategies "steps" and "epoch" only.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best:
+            # `save_steps` may be a multiple of `eval_steps`. The weights of the best step must be
+            # saved nevertheless, because they are loaded at the end.
+            self.control.should_save = True
             self.state.best_global_step = self.state.global_step
             self.state.best_model_checkpoint = str(
                 checkpoint_folder(self.args) / f"checkpoint-{self.state.global_step}"
@@ -224,14 +227,15 @@ def save_model(
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()
 
+    if scaling is not None:
+        # The output layer takes over the unit of the labels. The adapter contains the head, so the
+        # layer is scaled before the adapter is saved.
+        scale_output(model, *scaling)
+        before = before * scaling[0] + scaling[1]
     if adapter_folder is not None:
         model = save_adapter_and_merge(model, adapter_folder)
     if model_folder is None:
         return {}
-    if scaling is not None:
-        # The output layer takes over the unit of the labels.
-        scale_output(model, *scaling)
-        before = before * scaling[0] + scaling[1]
 
     model.save_pretrained(model_folder)
     save_tokenizer(tokenizer, model_folder)
@@ -244,7 +248,10 @@ def save_model(
 
 
 def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
-    """Return the last linear layer of a head, or None if it has none of the common names."""
+    """Return the last linear layer of a head, or None if it has none of the common names.
+
+    For a model with an adapter, return the copy of the layer that is trained.
+    """
     # RoBERTa and ELECTRA have an `out_proj`, NeoBERT and BERT a `classifier`, and decoders a
     # `score`.
     for name in ("classifier.out_proj", "classifier", "score"):
@@ -252,6 +259,10 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
             layer = model.get_submodule(name)
         except AttributeError:
             continue
+        # PEFT wraps a module that is trained in full, and trains a copy of the module.
+        copies = getattr(layer, "modules_to_save", None)
+        if copies is not None:
+            layer = copies["default"]
         if isinstance(layer, torch.nn.Linear) and layer.bias is not None:
             return layer
     return None

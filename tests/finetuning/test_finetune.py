@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from helpers import finetune_runs as runs
 from helpers.hub_cache import add_to_cache
 from helpers.jsonl import write_jsonl
@@ -22,12 +23,18 @@ from neobert.common.pooling import write_pooling
 from neobert.embeddings import windows
 from neobert.finetuning import comparison, evaluation, finetune_card, plots, token_baselines
 from neobert.finetuning.comparison import Baselines, Result, compare
-from neobert.finetuning.finetune import _encoder_pooling, task_record
+from neobert.finetuning.finetune import (
+    Finetuning,
+    _encoder_pooling,
+    _training_arguments,
+    task_record,
+)
 from neobert.finetuning.finetune_options import FINETUNE
 from neobert.finetuning.rows import Examples, TextTask
-from neobert.finetuning.splits import Splits
+from neobert.finetuning.splits import Splits, read_splits
 from neobert.finetuning.tagging import split_words
 from neobert.finetuning.tokenization import tokenize_rows
+from neobert.finetuning.trainer import add_adapters, save_model, scale_output
 from neobert.prediction.classifier import TaskRecord
 
 
@@ -303,6 +310,152 @@ def test_a_metric_of_another_task_is_refused(tmp_path):
     runs.write_model(tmp_path / "model")
     with pytest.raises(UserError, match="`metric` must be one of accuracy, macro_f1, matthews for"):
         runs.run(tmp_path, [], "--metric", "spearman")
+
+
+def logits_of(model, texts):
+    """Return the outputs of a regression model for texts, (N,)."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+    with torch.no_grad():
+        output = model.eval()(**tokenizer(texts, padding=True, return_tensors="pt"))
+    return output.logits[:, 0]
+
+
+def load_regression(path):
+    """Load a model with one output in float32."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, dtype=torch.float32
+    )
+
+
+def prepare(folder, rows, *arguments):
+    """Return a run whose trainer has not been built."""
+    write_jsonl(folder / "rows.jsonl", rows)
+    if not (folder / "model").exists():
+        runs.write_model(folder / "model")
+    options = FINETUNE.read(runs.command_line(folder, *arguments))
+    task, splits = read_splits(options.data)
+    training = _training_arguments(options, folder / "checkpoints")
+    return Finetuning(options, task, splits, task.metrics[0], training)
+
+
+def test_a_regression_model_can_be_trained_again(tmp_path):
+    """Training starts from the predictions of a regression model in the unit of its labels.
+
+    A model with one output that is not a regression, such as a reranker, is not scaled, and neither
+    is a new head.
+    """
+    rows = [{**row, "score": 10 * row["score"] + 600.25} for row in runs.regression_rows(40)]
+    texts = [row["text"] for row in rows]
+    runs.write_model(tmp_path / "model")
+    model = load_regression(tmp_path / "model")
+    model.config.problem_type = "regression"
+    torch.nn.init.constant_(model.classifier.bias, 605.0)
+    model.save_pretrained(tmp_path / "model")
+    before = logits_of(model, texts)
+
+    run = prepare(tmp_path, rows)
+    after = logits_of(run.build().model, texts)
+    factor, offset = run.scaling
+    torch.testing.assert_close(factor * after + offset, before, rtol=0, atol=0.01)
+
+    # Without a problem type, the outputs are not in the unit of the labels.
+    config = runs.read_json(tmp_path / "model" / "config.json")
+    write_json(tmp_path / "model" / "config.json", {**config, "problem_type": None})
+    trainer = prepare(tmp_path, rows).build()
+    assert trainer.model.classifier.bias.item() == 605.0
+
+    # A new head does not predict labels in their unit, whatever the problem type.
+    encoder = runs.write_model(tmp_path / "model")
+    config = runs.read_json(encoder / "config.json")
+    write_json(encoder / "config.json", {**config, "problem_type": "regression"})
+    trainer = prepare(tmp_path, rows).build()
+    assert abs(trainer.model.classifier.bias.item()) < 1
+
+
+def test_adapter_of_a_regression_has_the_predictions_of_the_saved_model(tmp_path):
+    """The adapter contains the scaled output layer, so it predicts labels in their unit."""
+    peft = pytest.importorskip("peft")
+    rows = [{**row, "score": 10 * row["score"] + 600.25} for row in runs.regression_rows(40)]
+    texts = [row["text"] for row in rows]
+    run = prepare(tmp_path, rows, "--lora", "true")
+    save_model(
+        run.build(),
+        run.tokenizer,
+        model_folder=tmp_path / "out",
+        adapter_folder=tmp_path / "out" / "adapter",
+        auto_class=AutoModelForSequenceClassification,
+        scaling=run.scaling,
+    )
+    saved = logits_of(load_regression(tmp_path / "out"), texts)
+    base = load_regression(tmp_path / "model")
+    adapted = logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter"), texts)
+    assert saved.mean() > 500
+    torch.testing.assert_close(adapted, saved, rtol=1e-4, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_the_trained_copy_of_the_output_layer_is_scaled(name):
+    """The output of a model with an adapter is scaled, for both structures of a head.
+
+    The head of BERT is a single layer, and that of RoBERTa a module with several layers.
+    """
+    pytest.importorskip("peft")
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        num_labels=1,
+    )
+    model = getattr(transformers, f"{name}ForSequenceClassification")(config)
+    lora = {"rank": 2, "alpha": 4, "dropout": 0.0, "targets": "auto"}
+    model = add_adapters(model, lora, [], "SEQ_CLS").eval()
+    ids = torch.randint(5, 50, (3, 7))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        scale_output(model, 3.0, 500.0)
+        after = model(input_ids=ids).logits
+    torch.testing.assert_close(after, 3 * before + 500)
+
+
+def test_the_best_weights_are_saved_between_two_checkpoints(tmp_path):
+    """The weights of the best step are saved, even if `save_steps` is a multiple of `eval_steps`.
+
+    The first of four evaluations is the best one, and checkpoints are written after every second.
+    """
+    run = prepare(
+        tmp_path,
+        runs.classification_rows(40),
+        *("--max-steps", "4", "--eval-strategy", "steps", "--eval-steps", "1"),
+        *("--save-strategy", "steps", "--save-steps", "2"),
+    )
+    trainer = run.build()
+    weights = []
+
+    def evaluate(output):
+        weights.append(trainer.model.classifier.weight.detach().clone())
+        return {"score": -len(weights)}
+
+    trainer.compute_metrics = evaluate
+    trainer.train()
+    assert len(weights) == 4 and trainer.state.best_global_step == 1
+    assert torch.equal(trainer.model.classifier.weight, weights[0])
+    assert not torch.equal(weights[0], weights[3])
+
+
+def test_task_names_the_types_of_entities():
+    """The tag `O` of the BIO scheme is not an entity type, and plain tags are listed."""
+    task = TextTask("tokens", ("tokens",), ("tags",), ("O", "B-PER", "I-PER"), bio=True)
+    assert task.describe() == "token classification: entities of the types PER"
+    plain = TextTask("tokens", ("tokens",), ("tags",), ("O", "NOUN"))
+    assert plain.describe() == "token classification: words with the tags NOUN, O"
+
+
+def test_a_metric_of_token_classification_is_refused(tmp_path):
+    """Token classification has a single metric, so the option must be omitted."""
+    with pytest.raises(UserError, match="`metric` has no effect on token .*'accuracy'. Omit --met"):
+        runs.run(tmp_path, runs.span_rows(40), "--metric", "accuracy")
 
 
 @pytest.mark.parametrize("count", [1, plots.MAX_LABELS, plots.MAX_LABELS + 1])

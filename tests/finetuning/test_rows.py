@@ -1,5 +1,6 @@
 """Test how `neobert finetune` infers the task from rows, encodes labels and splits the rows."""
 
+import csv
 import json
 from collections import Counter
 
@@ -151,6 +152,86 @@ def test_a_csv_may_contain_words_and_tags(tmp_path):
     assert splits.train.labels[0] == ["B-PER", "O"]
 
 
+def read_csv(tmp_path, rows, **options):
+    """Write rows to a CSV file without changing their cells, and return their task and splits."""
+    path = tmp_path / "rows.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return read_splits(DataOptions(train=str(path), **options))
+
+
+def test_a_csv_may_contain_lists_of_pandas(tmp_path):
+    """Lists that `DataFrame.to_csv` writes in the syntax of Python are parsed."""
+    tagged = [
+        {"tokens": str([f"Ada{i}", "isn't", "New York"]), "tags": str(["B-PER", "O", "B-LOC"])}
+        for i in range(30)
+    ]
+    task, splits = read_csv(tmp_path, tagged)
+    assert (task.name, task.has_spaces) == ("tokens", False)
+    assert task.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    (text,) = splits.train.texts[0]
+    words = [text[start:end] for start, end in splits.train.words[0]]
+    assert words[1:] == ["isn't", "New York"]
+    assert splits.train.labels[0] == ["B-PER", "O", "B-LOC"]
+
+    labels = [["a"], ["b", "a"], [], [2]]
+    rows = [{"text": f"text {i}", "topics": str(labels[i % 4])} for i in range(40)]
+    task, _ = read_csv(tmp_path, rows, label_column=["topics"])
+    assert (task.name, task.labels) == ("multi-label", ("2", "a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "options"),
+    [
+        # numpy writes arrays without commas, which Python would read as one string.
+        ({"tokens": "['Ada' 'saw']", "tags": "['B-PER' 'O']"}, {}),
+        ({"tokens": '["Ada", "saw"]', "tags": "['B-PER' 'O']"}, {}),
+        ({"tokens": "['Ada' 'saw']", "tags": '["B-PER", "O"]'}, {}),
+        ({"words": "['Ada' 'saw']", "labels": '["B-PER", "O"]'}, {"text_column": ["words"]}),
+        ({"text": "Ada saw", "tags": "[B-PER, O]"}, {}),
+        ({"text": "Ada saw", "tags": "[B-PER, O]"}, {"task": "tokens"}),
+        ({"text": "Ada saw", "entities": "[{'start': 0, 'end': 3, 'label': 'PER'}]"}, {}),
+        ({"text": "Ada saw", "topic": "['a' 'b']"}, {"label_column": ["topic"]}),
+        ({"text": "Ada saw", "labels": "[a, b]"}, {"task": "multi-label"}),
+    ],
+)
+def test_lists_that_cannot_be_parsed_are_reported(tmp_path, cells, options):
+    """A cell with the brackets of a list must be a list in JSON, or one that pandas writes."""
+    if "words" in cells:
+        options = {**options, "task": "tokens"}
+    with pytest.raises(UserError, match="labeled row 1: a list must be in JSON, got .*Write lists"):
+        read_csv(tmp_path, [cells] * 30, **options)
+
+
+def test_class_names_and_words_may_have_brackets(tmp_path):
+    """A class name may have brackets, and so may a text whose words are separated by spaces."""
+    rows = [{"text": f"text {i}", "label": ("[POS]", "[NEG]")[i % 2]} for i in range(40)]
+    assert read_csv(tmp_path, rows)[0].labels == ("[NEG]", "[POS]")
+
+    rows = [{"text": f"text {i}", "tags": ("['a' 'b']", "[x]")[i % 2]} for i in range(40)]
+    task, _ = read_csv(tmp_path, rows, task="classification")
+    assert task.labels == ("['a' 'b']", "[x]")
+
+    rows = [{"tokens": f"[ Ada{i} ]", "tags": "O B-PER O"} for i in range(30)]
+    task, splits = read_csv(tmp_path, rows)
+    assert task.name == "tokens" and splits.train.labels[0] == ["O", "B-PER", "O"]
+
+    # Lists of some rows show that a value with brackets is not a class name.
+    rows = [{"text": f"text {i}", "labels": ('["a"]', '["b"]')[i % 2]} for i in range(30)]
+    rows[7]["labels"] = "[c]"
+    with pytest.raises(UserError, match="labeled row 8: a list must be in JSON, got"):
+        read_csv(tmp_path, rows)
+
+
+def test_numbers_with_decimals_are_different_classes(tmp_path):
+    """Codes such as 250.1 and 250.10 are different class names; only 3.0 has the name 3."""
+    rows = rows_with(["250.1", "250.10", "250.2", "3.0"])
+    task, _ = read(tmp_path, rows, task="classification")
+    assert task.labels == ("3", "250.1", "250.10", "250.2")
+
+
 CLASS_NAMES = {"names": ["sad", "glad"], "_type": "ClassLabel"}
 
 
@@ -285,6 +366,7 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
         ([{"text;label": "a;x"}], {}, "by commas instead of ';', or by tabs"),
         ([{"text": "a", "y": 1}], {"label_column": ["z"]}, "has no column 'z'; it has text, y."),
         ([{"text": "a", "label": "x"}] * 30, {}, "must have at least two labels, got x"),
+        (rows_with([["x"], []]), {}, "two labels, got x. Use a column with two values, such as"),
         ([{"text": 3, "label": "x"}], {}, "row 1: a text must be a string, got 3"),
         ([{"text": "a", "label": "x"}] * 9, {"task": "regression"}, "must be a number, got"),
         ([{"text": "a", "label": "x"}], {"text_column": ["label"]}, "must be different columns"),
@@ -362,3 +444,23 @@ def test_test_file_replaces_the_test_split(tmp_path, caplog):
     assert splits.sizes()["test"] == 2 and splits.sizes()["train"] in (17, 18)
     assert task.labels == ("a", "b", "c")
     assert "There are no training rows of the labels c" in caplog.text
+
+
+def test_texts_of_two_parts_are_reported(tmp_path, caplog):
+    """Each pair of parts with common texts has a warning."""
+    caplog.set_level("WARNING", "neobert")
+    rows = rows_with(["a", "b"], copies=2)
+    path = tmp_path / "part.jsonl"
+    write_jsonl(path, rows)
+    read(tmp_path, rows, validation_file=str(path), test_file=str(path))
+    ending = "metrics are too high."
+    assert caplog.messages == [
+        f"4 of 4 validation texts also occur in the training rows, so the validation {ending}",
+        f"4 of 4 test texts also occur in the training rows, so the test {ending}",
+        f"4 of 4 test texts also occur in the validation rows, so the test {ending}",
+    ]
+
+    # The parts of one file have no texts in common.
+    caplog.clear()
+    read(tmp_path, rows_with(["a", "b"]))
+    assert not caplog.messages
