@@ -28,6 +28,7 @@ OPTION_PACKAGES = {
     "embeddings": ["embeddings", "encoding", "contrastive", "evaluation"],
     "distillation": ["distillation", "embeddings"],
     "performance": ["benchmarks", "throughput"],
+    "api": [],
     "serving": ["serving", "embeddings"],
     "export": ["export"],
     "compatibility": [],

@@ -30,10 +30,11 @@ ROWS = {task: cell for task, _, cell in table("Tasks")}
 SMALL = {
     "classify the rows of a CSV file": ([["--max-steps=2"]], "accuracy"),
     "find names in text": ([["--max-steps=2"]], "entity F1"),
-    "predict with a fine-tuned model (first row)": ([[]], "40 rows"),
+    "predict with the classifier from the first row": ([[]], "40 rows"),
     "embed a corpus": ([[]], "embeddings.parquet"),
     "search in a corpus": ([[], []], "found in"),
     "train an encoder on pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
+    "evaluate retrieval on pairs": ([[]], "MRR"),
     "distill a smaller encoder, without labels": (
         [["--max-steps=2"]],
         "runs/student/modules.json",
@@ -60,7 +61,7 @@ SMALL = {
     "run MTEB or NanoBEIR, from the Hub": ([[]], "results/mteb/table.md"),
     "measure quality by text length": (
         ["--max-texts=2 --lengths=16 --positions=4".split()],
-        "results/pseudo_perplexity/pseudo_perplexity.csv",
+        "runs/pseudo_perplexity/pseudo_perplexity.csv",
     ),
     "measure speed on your machine": (
         ["--layers=1 --max-batch=2 --repeats=1 --warmup=1 --threads=1".split()],

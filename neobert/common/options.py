@@ -51,6 +51,12 @@ OptionsT = TypeVar("OptionsT")
 # Longer lists of choices are part of the description of an option and not of its placeholder.
 _MAX_CHOICES_LENGTH = 60
 
+# Placeholder of a Boolean value in `--help`.
+_BOOLEAN = "{true,false}"
+
+# Keyword arguments of `add_argument` for a Boolean: --compile without a value is --compile true.
+_BARE_FLAG = {"nargs": "?", "const": "true"}
+
 
 @dataclass(frozen=True)
 class OptionGroup:
@@ -337,7 +343,11 @@ class OptionParser(Generic[OptionsT]):
                 text = self.trainer_help[name].replace("%", "%%")
             elif default not in (None, ""):
                 text += f" (default: {default})"
-            section.add_argument(_dashed(name), dest=name, metavar=metavar, help=text)
+            # `hints` has no types of Trainer's options in `--help`, so the placeholder decides.
+            settings: dict[str, Any] = {"metavar": metavar, "help": text}
+            if metavar == _BOOLEAN:
+                settings.update(_BARE_FLAG)
+            section.add_argument(_dashed(name), dest=name, **settings)
 
         # The other options of Trainer are accepted, and only listed at the end of the help.
         for name in hints:
@@ -374,7 +384,7 @@ TRAINER_HELP = {
     "weight_decay": ("FLOAT", "Weight decay of the matrices."),
     "lr_scheduler_type": ("NAME", "Learning rate schedule, such as linear, cosine or constant."),
     "seed": ("INT", "Random seed."),
-    "bf16": ("{true,false}", "Train in bfloat16 mixed precision."),
+    "bf16": (_BOOLEAN, "Train in bfloat16 mixed precision."),
     "logging_steps": ("INT", "Number of steps between two log records."),
     "save_steps": ("INT", "Number of steps between two checkpoints, with --save-strategy steps."),
     "report_to": ("NAME", "Experiment tracker: none, tensorboard, wandb, ..."),
@@ -448,8 +458,7 @@ def _argparse_settings(hint: Any, metavar: str | None) -> dict[str, Any]:
     if list in allowed_types:
         settings["nargs"] = "+"
     elif bool in allowed_types:
-        # --compile without a value is --compile true.
-        settings.update(nargs="?", const="true")
+        settings.update(_BARE_FLAG)
     return settings
 
 
@@ -468,7 +477,7 @@ def _metavar(hint: Any) -> str:
         if typing.get_origin(base) is dict or base is dict:
             return "MAPPING"
 
-    for option_type, name in ((bool, "{true,false}"), (int, "INT"), (float, "FLOAT")):
+    for option_type, name in ((bool, _BOOLEAN), (int, "INT"), (float, "FLOAT")):
         if option_type in _types(hint):
             return name
     return "TEXT"

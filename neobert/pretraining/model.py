@@ -174,7 +174,7 @@ def make_model(
     fields.setdefault("vocab_size", vocabulary_size(tokenizer))
     fields.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _make_config(fields)
-    _check_vocabulary(config.vocab_size, tokenizer, "`model_config`")
+    _check_vocabulary(config.vocab_size, tokenizer)
 
     # The weights are a function of the seed, whatever random numbers were used before.
     set_seed(seed)
@@ -227,11 +227,11 @@ def _load_model(
     # Without new rows, the tokenizer must match the embeddings. With new rows, these fields
     # describe the new vocabulary and must not change the shape in which the old weights are loaded.
     if rows is None:
-        _check_vocabulary(vocab_size, tokenizer, f"`init_from` {start}")
+        _check_vocabulary(vocab_size, tokenizer, start)
     else:
         vocab_size = fields.pop("vocab_size", vocabulary_size(tokenizer))
         pad_token_id = fields.pop("pad_token_id", tokenizer.pad_token_id)
-        _check_vocabulary(vocab_size, tokenizer, "`model_config`")
+        _check_vocabulary(vocab_size, tokenizer)
     _override(config, fields, start)
 
     # A damaged file is an error of safetensors, another shape a RuntimeError, no file an OSError.
@@ -295,11 +295,29 @@ def _override(config: NeoBERTConfig, fields: Mapping[str, Any], start: str) -> N
             setattr(config, target, new_value)
 
 
-def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Check that a model and a tokenizer have the same vocabulary, except for padding rows."""
+def _check_vocabulary(
+    vocab_size: int, tokenizer: PreTrainedTokenizerBase, start: str | None = None
+) -> None:
+    """Check that a model and a tokenizer have the same vocabulary, except for padding rows.
+
+    Args:
+        vocab_size: Number of rows of the embedding.
+        tokenizer: Tokenizer of the model.
+        start: Directory of the weights if they determine `vocab_size`, None if `model_config` does.
+
+    Raises:
+        UserError: If the embedding has too few or too many rows.
+    """
     size = vocabulary_size(tokenizer)
-    if not 0 <= vocab_size - size <= MAX_PADDING_ROWS:
+    max_size = size + MAX_PADDING_ROWS
+    if size <= vocab_size <= max_size:
+        return
+    if start is None:
         raise UserError(
-            f"{where} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "
-            f"{size:,} tokens. Use the tokenizer of the model."
+            f"`model_config.vocab_size` must be between {size:,} and {max_size:,} for a tokenizer "
+            f"of {size:,} tokens, got {vocab_size:,}."
         )
+    raise UserError(
+        f"`init_from` {start} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "
+        f"{size:,} tokens. Use the tokenizer of the model."
+    )

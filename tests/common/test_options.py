@@ -176,6 +176,25 @@ def test_options_of_trainer_are_passed_on(tmp_path):
     assert result.batch.max_length == 9
 
 
+@pytest.mark.parametrize("name", ["compile", "bf16", "fp16", "gradient_checkpointing"])
+def test_boolean_options_need_no_value(name):
+    """A Boolean option is true without a value, also if Trainer defines it.
+
+    `--help` describes --bf16 and lists --fp16 and --gradient-checkpointing, which may be None.
+    """
+    option_name = f"--{name.replace('_', '-')}"
+    for words, expected in (
+        ([option_name], True),
+        ([option_name, "--max-length", "9"], True),
+        ([option_name, "true"], True),
+        ([option_name, "false"], False),
+        ([f"{option_name}=false"], False),
+    ):
+        assert options.flatten(TRAINING.read(["a.txt", *words]))[name] is expected, words
+    with pytest.raises(UserError, match=f"^`{option_name}` must be true or false, got 'maybe'.$"):
+        TRAINING.read(["a.txt", option_name, "maybe"])
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -307,6 +326,7 @@ def test_descriptions_of_types(hint, rule):
 def test_help_describes_common_trainer_options_and_lists_others():
     text = TRAINING.help()
     assert text.index("\nData:") < text.index("\nTraining:") < text.index("\nBatching:")
+    assert "--bf16 [{true,false}] Train in bfloat16" in " ".join(text.split())
     assert "--learning-rate FLOAT Peak learning rate. (default: 0.001)" in " ".join(text.split())
     others = text.partition("Other options of transformers.TrainingArguments")[2]
     assert "--save-total-limit=2" in others and "--adam-beta2" in others

@@ -23,7 +23,13 @@ BAD = [
     ),
     (
         {"model_config": '{"vocab_size": 100}'},
-        "vocabulary of 100 tokens, but the tokenizer has 30,522",
+        "`model_config.vocab_size` must be between 30,522 and 30,649 for a tokenizer of 30,522 "
+        "tokens, got 100.",
+    ),
+    (
+        {"model_config": '{"vocab_size": 30650}'},
+        "`model_config.vocab_size` must be between 30,522 and 30,649 for a tokenizer of 30,522 "
+        "tokens, got 30,650.",
     ),
     ({"init_from": "{corpus}/nothing"}, "must contain a checkpoint"),
     ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
