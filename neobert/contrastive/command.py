@@ -26,7 +26,7 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
-from ..common.errors import UserError
+from ..common.errors import UserError, listed
 from ..common.folders import check_disjoint
 from ..common.identity import files_digest, model_fingerprint
 from ..common.options import identity, log_options
@@ -88,7 +88,8 @@ class Mixture:
 
     Attributes:
         parts: Datasets with their batch sizes and sampling probabilities, {name: part}.
-        prompts: Prompts of the trainer, {name: {"anchor": prompt}}.
+        prompts: Instructions of the run as prompts, {name: {"anchor": prompt}}. Empty for a run
+            without instructions, which uses the prompts of the start model.
         validation: Queries for the evaluation of retrieval, or None.
     """
 
@@ -246,6 +247,8 @@ class ContrastiveRun:
         # A resumed run evaluates the start model again, because a checkpoint contains no metrics.
         if is_main():
             log_mixture(self.mixture)
+            if self.mixture.prompts:
+                warn_about_replaced_prompts(model, self.new_prompts())
             if self.mixture.validation:
                 model.to(training.device)
                 self.before = evaluate_retrieval(model, self.mixture.validation)
@@ -263,9 +266,13 @@ class ContrastiveRun:
         if options.lora.lora:
             model = merge_lora(model, folder / "adapter", options)
 
-        # The evaluation after the training uses the prompts, so they are set before it.
-        template = options.instructions.instruction_template
-        model.prompts = model_prompts(self.mixture.prompts, template)
+        # The evaluation after the training uses the prompts, so they are set before it. Without
+        # instructions, the encoder keeps the prompts of the start model.
+        if self.mixture.prompts:
+            model.prompts = self.new_prompts()
+            # sentence-transformers cannot load a model whose default prompt does not exist.
+            if model.default_prompt_name not in model.prompts:
+                model.default_prompt_name = None
 
         validation = self.mixture.validation
         if validation:
@@ -281,6 +288,11 @@ class ContrastiveRun:
         save_for_all_versions(model, folder)
         write_card(folder, options, self.sources, model.max_seq_length, summary)
         return {"training": summary}
+
+    def new_prompts(self) -> dict[str, str]:
+        """Return the prompts of the encoder for a run with instructions."""
+        template = self.options.instructions.instruction_template
+        return model_prompts(self.mixture.prompts, template)
 
 
 def check_paths(options: ContrastiveOptions, sources: Sequence[PairSource]) -> None:
@@ -312,6 +324,7 @@ def run_identity(
             entry["path"] = None
         datasets.append(entry)
 
+    validation_file = options.data.validation_file
     # The number of processes changes the batches, and so the weights.
     settings = number_options(training.to_dict()) | identity(options)
     return settings | {
@@ -320,8 +333,9 @@ def run_identity(
         "model": model_fingerprint(options.model.model),
         "tokenizer": options.encoder.tokenizer and model_fingerprint(options.encoder.tokenizer),
         "processes": training.world_size,
+        "validation_file": validation_file and files_digest([validation_file]),
         # Without a validation file, queries are held out from the training data.
-        "holds_out": options.data.validation_file is None and options.data.validation_percent > 0,
+        "holds_out": validation_file is None and options.data.validation_percent > 0,
     }
 
 
@@ -370,6 +384,9 @@ def build_mixture(
 def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
     """Read the queries of a validation file that are not trained on.
 
+    A query is trained on if it is an anchor or a positive of the training data. The second case
+    includes the reverse of a validation pair, which trains the same similarity.
+
     Raises:
         UserError: If all queries are trained on.
     """
@@ -377,12 +394,13 @@ def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
     relevant = queries.relevant
     trained: set[str] = set()
     for data in datasets.values():
-        trained.update(text for text in data["anchor"] if text in relevant)
+        for column in ("anchor", "positive"):
+            trained.update(text for text in data[column] if text in relevant)
 
     if trained:
         logger.warning(
-            "%s: %s of %s queries also occur in the training data and are excluded from the "
-            "evaluation.",
+            "%s: %s of %s queries also occur in the training data, as anchor or positive, and are "
+            "excluded from the evaluation.",
             path,
             f"{len(trained):,}",
             f"{len(relevant):,}",
@@ -405,7 +423,8 @@ def hold_out(datasets: Any, percent: float) -> tuple[Any, Queries | None]:
         percent: Percentage of the queries.
 
     Returns:
-        The datasets without the held-out queries, and these queries or None.
+        The datasets without rows whose anchor or positive is a held-out query, and these queries or
+        None.
     """
     from datasets import DatasetDict
 
@@ -420,6 +439,14 @@ def hold_out(datasets: Any, percent: float) -> tuple[Any, Queries | None]:
     for name, data in datasets.items():
         remaining[name], held_out = split_queries(data, validation_queries)
         rows += held_out
+
+        removed_count = len(data) - len(remaining[name]) - len(held_out)
+        if removed_count:
+            logger.info(
+                "%s: %s rows whose positive is a validation query are not trained on",
+                name,
+                f"{removed_count:,}",
+            )
     return remaining, queries_from_rows(rows)
 
 
@@ -435,7 +462,7 @@ def log_mixture(mixture: Mixture) -> None:
         )
     if mixture.validation:
         logger.info(
-            "validation: %s queries that are not trained on",
+            "validation: %s queries that are not trained on, neither as anchor nor as positive",
             f"{len(mixture.validation.relevant):,}",
         )
 
@@ -470,7 +497,7 @@ def build_trainer(
     # Its widget examples would be collected at the start of the training nevertheless.
     model.model_card_data.generate_widget_examples = False
     # The library treats an empty dictionary as the prompts of a single dataset.
-    training.prompts = mixture.prompts or None
+    training.prompts = mixture.prompts or start_prompts(model, mixture.parts) or None
 
     # The library calls both with the data, the batch size and the seed.
     training.batch_sampler = functools.partial(TextsBatchSampler, batch_texts=loss.batch_texts)
@@ -527,6 +554,62 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
     if len(set(named.values())) > 1:
         query = format_instruction(template, "Retrieve text that answers the query.")
     return {"query": query, "document": "", **named}
+
+
+def start_prompts(
+    model: SentenceTransformer, parts: Mapping[str, MixturePart]
+) -> dict[str, dict[str, str]]:
+    """Return the prompts of the start model for training without instructions.
+
+    Queries have the prompt of `model.encode_query`, and positives and negatives have the prompt of
+    `model.encode_document`.
+
+    Args:
+        model: Start model.
+        parts: Datasets by name.
+
+    Returns:
+        Prompts of the columns of each dataset, {name: {column: prompt}}, or {} for a model without
+        prompts.
+    """
+    query = first_prompt(model, ["query"])
+    document = first_prompt(model, ["document", "passage", "corpus"])
+    if not query and not document:
+        return {}
+
+    prompts = {}
+    for name, part in parts.items():
+        columns = dict.fromkeys(part.data.column_names, document)
+        prompts[name] = columns | {"anchor": query}
+    return prompts
+
+
+def first_prompt(model: SentenceTransformer, names: Sequence[str]) -> str:
+    """Return the first prompt with one of these names, or else the default prompt, or ""."""
+    for name in [*names, model.default_prompt_name]:
+        if name in model.prompts:
+            return model.prompts[name] or ""
+    return ""
+
+
+def warn_about_replaced_prompts(model: SentenceTransformer, prompts: Mapping[str, str]) -> None:
+    """Log a warning if the start model has prompts that a run with instructions replaces.
+
+    Args:
+        model: Start model.
+        prompts: Prompts of the encoder after the training.
+    """
+    replaced = [
+        f"{name}: {text!r}"
+        for name, text in model.prompts.items()
+        if text and prompts.get(name) != text
+    ]
+    if replaced:
+        logger.warning(
+            "The instructions of this run replace the prompts of the start model (%s). To train "
+            "with the prompts of the start model, pass no instructions.",
+            listed(replaced, 5),
+        )
 
 
 def merge_lora(

@@ -63,8 +63,9 @@ class PairSource:
         positive: Path of the positive.
         negatives: Paths of the negatives. By default the columns negative, negative_1, ... of a
             local file.
-        max_negatives: Maximum number of negatives per row. The negatives of a row with fewer than
-            other rows are repeated, and a row without negatives is left out.
+        max_negatives: Maximum number of negatives per row. If a row has fewer negatives than the
+            row with the most, its negatives are repeated. Rows without negatives are left out if
+            other rows have negatives.
         above: Thresholds, {column: value}. Rows whose value is not greater are left out.
         qrels: Whether the dataset has MTEB's layout: the split has the columns query-id and
             corpus-id, and the texts are in the subsets queries and corpus.
@@ -369,17 +370,27 @@ def choose_validation_queries(queries: Iterable[str], percent: float) -> set[str
 
 
 def split_queries(data: "Dataset", queries: Collection[str]) -> "tuple[Dataset, Dataset]":
-    """Split a dataset into the rows without and the rows with one of these queries."""
+    """Split a dataset into the rows without and the rows with one of these queries.
+
+    Args:
+        data: Dataset with the columns anchor and positive.
+        queries: Queries to hold out.
+
+    Returns:
+        The rows in which none of the queries is the anchor or the positive, and the rows whose
+        anchor is one of the queries. Neither contains a row with a query as positive only: the
+        row may be the reverse of a validation pair, and other rows may train on its anchor.
+    """
     remaining: list[int] = []
     held_out: list[int] = []
-    for index, anchor in enumerate(data["anchor"]):
+    for index, (anchor, positive) in enumerate(zip(data["anchor"], data["positive"])):
         if anchor in queries:
             held_out.append(index)
-        else:
+        elif positive not in queries:
             remaining.append(index)
 
     # Rows of a complete dataset are faster to read than rows that `select` has chosen.
-    if not held_out:
+    if len(remaining) == len(data):
         return data, data.select([])
     return data.select(remaining), data.select(held_out)
 

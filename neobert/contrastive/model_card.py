@@ -104,8 +104,9 @@ def _evaluation(validation: Mapping[str, Any] | None) -> str:
         metrics = validation[encoder]
         cells = [f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}" for name in METRICS]
         rows.append([encoder, *cells])
+    table = markdown_table(["encoder", *METRICS], rows)
     return (
         f"## Evaluation\n\nRetrieval for {validation['queries']:,} queries that were not "
-        f"trained on. Each query is searched among {validation['texts']:,} texts. Mean ± "
-        f"standard error.\n\n{markdown_table(['encoder', *METRICS], rows)}\n"
+        "trained on, neither as anchor nor as positive. Each query is searched among "
+        f"{validation['texts']:,} texts. Mean ± standard error.\n\n{table}\n"
     )

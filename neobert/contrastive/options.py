@@ -57,16 +57,17 @@ class DataOptions(OptionGroup):
     )
     validation_file: str | None = option(
         None,
-        "File of pairs for evaluating retrieval before and after training. Queries that also "
-        "occur in the training data are not evaluated.",
+        "File of pairs for evaluating retrieval before and after training. Queries that are an "
+        "anchor or a positive of the training data are not evaluated.",
         metavar="PATH",
         affects_results=False,
     )
     validation_percent: Annotated[float, Meta(ge=0, le=50)] = option(
         5.0,
         "Percentage of the queries held out for evaluation without --validation-file: 20 to 500 "
-        "queries, selected by hash. Data with fewer than 200 queries is not split, and 0 disables "
-        "the evaluation.",
+        "queries, selected by hash. Rows in which a held-out query is the anchor or the positive "
+        "are not trained on. Data with fewer than 200 queries is not split, and 0 disables the "
+        "evaluation.",
     )
 
 
@@ -103,7 +104,8 @@ class LossOptions(OptionGroup):
     )
     batch_texts: Annotated[int, Meta(ge=1)] | None = option(
         None,
-        "Number of texts per batch, over all columns. Replaces --per-device-train-batch-size.",
+        "Number of texts per batch on each device, over all columns. Replaces "
+        "--per-device-train-batch-size.",
     )
     mini_batch_size: Annotated[int, Meta(ge=1)] | None = option(
         None, "Number of texts per forward pass with gradient caching, for large batches."
@@ -232,8 +234,8 @@ OPTIONS = {
         trainer_help={
             "num_train_epochs": "Number of training epochs (default: 1).",
             "per_device_train_batch_size": "Batch size per device, in training rows (default: 64).",
-            "learning_rate": "Peak learning rate. By default 1e-4, and up to 5e-4 for a small "
-            "NeoBERT.",
+            "learning_rate": "Peak learning rate. By default 1e-4. For a local NeoBERT with a "
+            "hidden size below 485, half of `neobert.default_learning_rate`, at most 5e-4.",
         },
         trainer_replaced=dict.fromkeys(
             ("eval_strategy", "ignore_data_skip", "auto_find_batch_size", "data_seed"), ""

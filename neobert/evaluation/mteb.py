@@ -90,34 +90,66 @@ def choose_tasks(
 ) -> list[AbsTask]:
     """Return the tasks with these names, and the tasks of the benchmarks with these names.
 
+    The tasks of a benchmark have the subsets and splits that the benchmark defines. A single task
+    has those of the first of `BENCHMARKS` that contains the task, or else its English subsets.
+
     Args:
         names: Names of tasks and benchmarks.
         extra_tasks: Tasks in addition to those of MTEB, {name: tasks}.
 
     Raises:
-        UserError: If MTEB has no task or benchmark with one of the names.
+        UserError: If MTEB has no task or benchmark with one of the names, a task has no English
+            subset, or two benchmarks define a task differently.
     """
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
+    # The score of a single task is also a score of the benchmarks with a table, so the task must
+    # have their definition.
+    definitions: dict[str, Any] = {}
+    for benchmark_name in BENCHMARKS:
+        for task in mteb.get_benchmark(benchmark_name).tasks:
+            definitions.setdefault(task.metadata.name, task)
+
     tasks: dict[str, Any] = {}
-    for name in names:
+    # Benchmarks come first, because a single task must not replace the definition of a benchmark.
+    for name in sorted(names, key=lambda name: name not in benchmarks):
         # A name is that of extra tasks, of a benchmark of MTEB, or of a single task.
         if name in extra_tasks:
             matches = extra_tasks[name]
         elif name in benchmarks:
             matches = mteb.get_benchmark(name).tasks
+        elif name in definitions:
+            matches = [definitions[name]]
         else:
-            # A multilingual task is evaluated in English, the language of the model.
+            # A multilingual task is evaluated in English, the language of the model. Pairs of
+            # English and another language are excluded.
             try:
-                matches = [mteb.get_task(name, languages=["eng"])]
+                matches = [mteb.get_task(name, languages=["eng"], exclusive_language_filter=True)]
             except KeyError as error:
                 raise UserError(
                     f"`tasks` must name tasks or benchmarks of MTEB, got {name!r} "
                     f"({error.args[0]}). Benchmarks are, for example, {', '.join(BENCHMARKS)}."
                 ) from None
+            except ValueError:
+                raise UserError(
+                    f"`tasks` must name tasks with English texts, got {name!r}, which has no "
+                    "subset in English only. For other languages, pass the name of a benchmark."
+                ) from None
 
         # Several benchmarks may contain the same task, which is evaluated once.
-        tasks |= {task.metadata.name: task for task in matches}
+        for task in matches:
+            chosen = tasks.setdefault(task.metadata.name, task)
+            if name in benchmarks and _definition(chosen) != _definition(task):
+                raise UserError(
+                    f"`tasks` must not name benchmarks that define {task.metadata.name} "
+                    f"differently, got {name} and another one. Evaluate the benchmarks separately, "
+                    "with different --name."
+                )
     return list(tasks.values())
+
+
+def _definition(task: AbsTask) -> tuple[list[str], list[str]]:
+    """Return the subsets and the splits on which a task is evaluated."""
+    return sorted(task.hf_subsets), sorted(task.eval_splits)
 
 
 def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] | None:
@@ -279,8 +311,11 @@ def evaluate(
     # A task that failed has the score None, so a mean over its benchmark is None, too. MTEB returns
     # scores as fractions, and NaN if it cannot compute one.
     scores: dict[str, float | None] = {task.metadata.name: None for task in tasks}
+    tasks_by_name = {task.metadata.name: task for task in tasks}
     for result in results.task_results:
-        score = result.get_score()
+        # The cache may also contain other subsets and splits of the task, from another benchmark.
+        task = tasks_by_name[result.task_name]
+        score = result.validate_and_filter_scores(task).get_score()
         if not math.isnan(score):
             scores[result.task_name] = round(100 * float(score), 4)
 

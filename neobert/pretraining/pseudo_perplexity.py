@@ -508,8 +508,14 @@ def read_rows(path: Path) -> pandas.DataFrame:
     complete = text[: text.rfind("\n") + 1]
     write_text(path, complete)
 
-    # Names and digests that consist of digits remain strings.
-    return pandas.read_csv(io.StringIO(complete), dtype=dict.fromkeys(KEY[:3], str))
+    # Names and digests that consist of digits remain strings, and so do names such as "null".
+    missing = dict.fromkeys(["mean_cross_entropy", "standard_error"], [""])
+    return pandas.read_csv(
+        io.StringIO(complete),
+        dtype=dict.fromkeys(KEY[:3], str),
+        keep_default_na=False,
+        na_values=missing,
+    )
 
 
 def write_page(path: Path, buckets: Sequence[Bucket], environment_text: str) -> str:

@@ -42,6 +42,11 @@ class ModelOptions(OptionGroup):
         False, "Run Python code from the model's repository. NeoBERT does not need it."
     )
 
+    def __post_init__(self) -> None:
+        # A repeated model or factor would be measured again, and its texts counted twice.
+        object.__setattr__(self, "model", list(dict.fromkeys(self.model)))
+        object.__setattr__(self, "yarn", list(dict.fromkeys(self.yarn)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(OptionGroup):
@@ -69,8 +74,9 @@ class TextOptions(OptionGroup):
     bucketing: Literal["truncate", "full"] = option(
         "truncate",
         "Assignment of texts to lengths. truncate: measure each text at every length that it "
-        "reaches, truncated to this length. full: measure each text once, truncated to the largest "
-        "length only, and assign it to the smallest length that is not shorter.",
+        "reaches, truncated to this length. full: measure each text once at its full length, "
+        "truncated to the largest of --lengths, and count it under the smallest length that is at "
+        "least as long.",
     )
 
 
@@ -95,7 +101,7 @@ class OutputOptions(OptionGroup):
     title = "Output"
 
     output: str = option(
-        "results/pseudo_perplexity",
+        "runs/pseudo_perplexity",
         "Output directory of the CSV file, the table and the plot.",
         metavar="PATH",
         affects_results=False,

@@ -13,10 +13,12 @@ import pytest
 import torch
 import yaml
 from helpers.jsonl import write_jsonl
+from helpers.paths import ROOT
 
 
 pytest.importorskip("sentence_transformers")
 
+from datasets import Dataset
 from filelock import FileLock
 from helpers.contrastive_runs import (  # noqa: F401
     ANIMALS,
@@ -30,6 +32,7 @@ from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
 from neobert.common.model_card import base_model_metadata
+from neobert.common.pooling import save_for_all_versions
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
 from neobert.contrastive.options import OPTIONS, LossOptions, read_sources
@@ -66,10 +69,14 @@ def test_cached_loss_uses_the_same_temperature():
 
 
 def test_the_learning_rate_depends_on_the_hidden_size(tmp_path):
-    for hidden_size, expected in ((768, 1e-4), (384, 3.2e-4), (192, 5e-4)):
+    """A local NeoBERT with a hidden size below 485 has a higher rate, as in help and docs."""
+    for hidden_size, expected in ((768, 1e-4), (485, 1e-4), (384, 3.2e-4), (192, 5e-4)):
         config = {"model_type": "neobert", "hidden_size": hidden_size}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert contrastive.learning_rate_of(str(tmp_path)) == pytest.approx(expected)
+    config = {"model_type": "neobert", "hidden_size": 484}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert contrastive.learning_rate_of(str(tmp_path)) > 1e-4
     (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 384}')
     assert contrastive.learning_rate_of(str(tmp_path)) == 1e-4
 
@@ -314,6 +321,91 @@ def test_a_validation_file_belongs_to_the_identity_of_a_run(model_folder, tmp_pa
     assert identities == [True, False, False]
 
 
+def test_another_validation_file_is_another_run(model_folder, tmp_path):
+    """A finished run is refused with another validation file. A moved file is the same one."""
+    rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
+    pairs = str(write_jsonl(tmp_path / "faq.jsonl", rows))
+    validation = write_jsonl(tmp_path / "validation.jsonl", [{"anchor": "a", "positive": "b"}])
+    other = write_jsonl(tmp_path / "other.jsonl", [{"anchor": "c", "positive": "d"}])
+
+    options = ["--pairs", pairs, "--max_steps", "1", "--validation-file"]
+    argv = arguments_for(model_folder, tmp_path / "out", *options)
+    assert main([*argv, str(validation)]) == 0
+    moved = validation.rename(tmp_path / "moved.jsonl")
+    assert main([*argv, str(moved)]) == 0
+    with pytest.raises(UserError, match="contains a run with other settings .validation_file"):
+        main([*argv, str(other)])
+
+
+@pytest.fixture
+def prompted_folder(model_folder, tmp_path):
+    """Return the directory of a sentence encoder with prompts and a default prompt."""
+    model = load_sentence_transformer(str(model_folder), max_length=32)
+    model.prompts = {"retrieval": "find: ", "query": "query: ", "document": "passage: "}
+    model.default_prompt_name = "retrieval"
+    save_for_all_versions(model, tmp_path / "start")
+    return tmp_path / "start"
+
+
+def test_prompts_of_the_start_model_are_kept(prompted_folder, triplets, tmp_path, monkeypatch):
+    """A run without instructions trains with the prompts of the start model and keeps them."""
+    trainers = []
+    build_trainer = contrastive.build_trainer
+
+    def build_and_keep_trainer(*arguments):
+        trainers.append(build_trainer(*arguments))
+        return trainers[-1]
+
+    monkeypatch.setattr(contrastive, "build_trainer", build_and_keep_trainer)
+    argv = arguments_for(prompted_folder, tmp_path / "out", "--pairs", triplets, "--max_steps", "1")
+    assert main(argv) == 0
+
+    batch = next(iter(trainers[0].get_train_dataloader()))
+    tokenizer = trainers[0].model.tokenizer
+    for column, prompt in (
+        ("anchor", "query :"),
+        ("positive", "passage :"),
+        ("negative_1", "passage :"),
+    ):
+        text = tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True)
+        assert text.startswith(prompt), f"the {column} has another prompt: {text}"
+
+    model = load_sentence_transformer(str(tmp_path / "out"), trust_remote_code=True)
+    assert (model.prompts["query"], model.prompts["document"]) == ("query: ", "passage: ")
+    assert model.default_prompt_name == "retrieval"
+
+
+def test_instructions_replace_the_prompts_of_the_start_model(
+    prompted_folder, triplets, tmp_path, caplog
+):
+    """Instructions replace the prompts with a warning, and the output has no default prompt."""
+    options = ["--pairs", triplets, "--max_steps", "1", "--instruction", "Find it."]
+    assert main(arguments_for(prompted_folder, tmp_path / "out", *options)) == 0
+    prompts = "(query: 'query: ', document: 'passage: ', retrieval: 'find: ')"
+    assert f"replace the prompts of the start model {prompts}" in caplog.text
+
+    model = load_sentence_transformer(str(tmp_path / "out"), trust_remote_code=True)
+    assert model.prompts["query"] == "Instruction: Find it. Query: "
+    assert model.prompts["document"] == "" and "retrieval" not in model.prompts
+    assert model.default_prompt_name is None
+
+
+def test_example_with_the_trainer_of_sentence_transformers(
+    model_folder, pairs, tmp_path, monkeypatch
+):
+    """The code of docs/embeddings.md trains and saves an encoder with mean pooling."""
+    page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (code,) = [block for block in blocks if "SentenceTransformerTrainer" in block]
+    code = code.replace("chandar-lab/NeoBERT", str(model_folder))
+    code = code.replace("runs/pairs/train.jsonl", pairs)
+
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    model = load_sentence_transformer("runs/encoder", trust_remote_code=True)
+    assert model[1].pooling_mode == "mean"
+
+
 def test_output_is_locked_before_loading_data_and_model(model_folder, tmp_path, monkeypatch):
     """The output directory is locked before the data and the model are loaded."""
     rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
@@ -329,6 +421,16 @@ def test_output_is_locked_before_loading_data_and_model(model_folder, tmp_path, 
     with FileLock(tmp_path / "out" / ".lock"):
         with pytest.raises(UserError, match="is in use by another run"):
             main(arguments_for(model_folder, tmp_path / "out", *argv))
+
+
+def test_queries_of_reversed_training_pairs_are_not_evaluated(tmp_path, caplog):
+    """A validation query is left out if it is a positive of the training data."""
+    rows = [{"anchor": "a", "positive": "b"}, {"anchor": "c", "positive": "d"}]
+    validation = write_jsonl(tmp_path / "validation.jsonl", rows)
+    training_data = {"x": Dataset.from_dict({"anchor": ["b", "e"], "positive": ["a", "f"]})}
+    queries = contrastive.read_validation_file(str(validation), training_data)
+    assert queries.relevant == {"c": {"d"}} and queries.texts == ["b", "d"]
+    assert "1 of 2 queries also occur in the training data, as anchor or positive" in caplog.text
 
 
 def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys, caplog):

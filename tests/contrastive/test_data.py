@@ -523,3 +523,24 @@ def test_validation_queries_are_held_out_from_all_datasets(model_folder, tmp_pat
     complete = mixture_of([*argv, "--validation-percent", "0"])[0]
     assert complete.validation is None
     assert [len(part.data) for part in complete.parts.values()] == [150, 150]
+
+
+def test_reversed_pairs_of_validation_queries_are_not_trained_on(model_folder, tmp_path, caplog):
+    """A validation query is no positive of the training data, such as in a reversed pair."""
+    pairs = [{"anchor": f"a {i}", "positive": f"b {i}"} for i in range(150)]
+    reverse = [{"anchor": row["positive"], "positive": row["anchor"]} for row in pairs]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [*pairs, *reverse])
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", str(path))
+    caplog.set_level("INFO")
+
+    mixture = mixture_of(argv)[0]
+    data = mixture.parts["pairs"].data
+    relevant = mixture.validation.relevant
+    assert len(relevant) == 20
+    assert not relevant.keys() & {*data["anchor"], *data["positive"]}
+
+    # A pair is not trained on if one of its two texts is a validation query.
+    pair_count = len({query.split()[1] for query in relevant})
+    assert len(data) == 300 - 2 * pair_count
+    message = f"pairs: {2 * pair_count - 20} rows whose positive is a validation query are not"
+    assert message in caplog.text

@@ -178,6 +178,41 @@ def test_the_tasks_of_a_benchmark(name):
         assert {task.metadata.main_score for task in tasks.values()} == {"ndcg_at_10"}
 
 
+def subsets_and_splits(names):
+    """Return {name: (subsets, splits)} of the tasks that are chosen for `--tasks`."""
+    return {
+        task.metadata.name: (list(task.hf_subsets), list(task.eval_splits))
+        for task in choose_tasks(names)
+    }
+
+
+def test_a_single_task_has_the_definition_of_its_benchmark():
+    """A single task has the subsets and splits of the English benchmarks, also next to them."""
+    expected = {
+        "STS17": (["en-en"], ["test"]),
+        "STS22": (["en"], ["test"]),
+        "MTOPDomainClassification": (["en"], ["test"]),
+        "AmazonCounterfactualClassification": (["en"], ["test"]),
+    }
+    assert subsets_and_splits(expected) == expected
+    benchmark = "MTEB(eng, v1)"
+    assert subsets_and_splits([benchmark, *expected]) == subsets_and_splits([benchmark])
+
+    # A task of no English benchmark is evaluated in English only, without pairs of languages.
+    assert subsets_and_splits(["MLQARetrieval"])["MLQARetrieval"][0] == ["eng-eng"]
+    with pytest.raises(UserError, match="got 'BUCC', which has no subset in English only"):
+        choose_tasks(["BUCC"])
+
+
+def test_a_single_task_does_not_change_another_benchmark():
+    """A benchmark in another language keeps its definition of a task that is named with it."""
+    german = subsets_and_splits(["MTEB(deu, v1)"])
+    assert german["STS22"][0] != ["en"]
+    assert subsets_and_splits(["STS22", "MTEB(deu, v1)"]) == german
+    with pytest.raises(UserError, match="must not name benchmarks that define .* differently"):
+        choose_tasks(["MTEB(deu, v1)", "MTEB(eng, v1)"])
+
+
 def test_default_benchmark_is_the_current_one():
     """The default benchmark is the current English one, which is the first in `BENCHMARKS`."""
     assert mteb_options("m").evaluation.tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
@@ -299,6 +334,18 @@ def test_second_run_adds_tasks_and_refuses_another_model(
     # Finished tasks are not encoded again.
     monkeypatch.setattr(PackedModel, "encode", None)
     assert run(model_folder, out, "TinySTS", "TinyRetrieval")["scores"] == both["scores"]
+
+
+def test_cached_scores_of_other_subsets_are_not_counted(model_folder, tmp_path):
+    """The score of a task has the subsets and splits of the task, and no others of the cache."""
+    scores = run(model_folder, tmp_path, "TinySTS")["scores"]
+    (cache_path,) = tmp_path.rglob("TinySTS.json")
+    cached = json.loads(cache_path.read_text())
+    (row,) = cached["scores"]["test"]
+    cached["scores"]["test"].append({**row, "hf_subset": "de", "main_score": 5.0})
+    cached["scores"]["validation"] = [{**row, "main_score": 5.0}]
+    cache_path.write_text(json.dumps(cached))
+    assert run(model_folder, tmp_path, "TinySTS")["scores"] == scores
 
 
 def test_scores_of_another_process_are_kept(model_folder, tmp_path, monkeypatch):

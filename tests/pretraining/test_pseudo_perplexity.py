@@ -209,6 +209,30 @@ def test_several_models_match_separate_runs(folder, tmp_path, capsys):
     assert len(run(folder, tmp_path / "best", model=models, positions=2)) == len(both)
 
 
+def test_repeated_models_and_factors_are_measured_once(folder, tmp_path):
+    """Check that a model and a YaRN factor that are passed twice count once, in their order."""
+    models = ",".join(str(folder / name) for name in ("neobert", "neobert"))
+    rows = run(folder, tmp_path / "twice", model=models, yarn="2,off,2", positions=2)
+    once = run(folder, tmp_path / "once", yarn="2,off", positions=2)
+    assert rows == once
+    buckets = json.loads((tmp_path / "twice" / "result.json").read_text())["buckets"]
+    assert {bucket["texts"] for bucket in buckets if bucket["length"] == 16} == {6}
+
+
+def test_a_model_may_have_the_name_of_a_missing_value(folder, tmp_path):
+    """Check names that pandas reads as missing values, and one position with an unknown error."""
+    (tmp_path / "null").symlink_to(folder / "neobert")
+    run(folder, tmp_path / "out", model=tmp_path / "null", positions=1, max_texts=2)
+    (*_, bucket) = json.loads((tmp_path / "out" / "result.json").read_text())["buckets"]
+    assert bucket["name"] == "null" and bucket["error_positions"] is None
+
+
+def test_default_output_is_not_the_folder_of_published_results():
+    """The default output is a new directory in a clone, which has results/pseudo_perplexity."""
+    options = module.PARSER.read(["--model", "m", "--text", "t.txt"])
+    assert options.output.output == "runs/pseudo_perplexity"
+
+
 def test_standard_errors_of_a_bucket():
     """Check two texts with means of 1 and 2 and standard errors of 0.3 and 0.4.
 
