@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS
+from ..common.errors import UserError
 from ..common.options import OptionGroup, option
 
 
@@ -31,12 +32,12 @@ class EncoderOptions(OptionGroup):
         "Maximum sequence length in tokens; longer texts are truncated. By default the limit of "
         "the model.",
     )
-    pooling: Literal[POOLINGS] = option(  # type: ignore[valid-type]
-        "mean", "Pooling of an encoder without a pooling module."
+    pooling: Literal[POOLINGS] | None = option(  # type: ignore[valid-type]
+        None, "Pooling of an encoder without a pooling module. (default: mean)"
     )
     tokenizer: str | None = option(
         None,
-        "Tokenizer of a model whose directory has none: a directory or a name on the Hub.",
+        "Tokenizer of an encoder whose directory has none: a directory or a name on the Hub.",
         metavar="NAME",
     )
     attn_implementation: str | None = option(
@@ -50,3 +51,12 @@ class EncoderOptions(OptionGroup):
         """Return the keyword arguments of `load_sentence_transformer`."""
         # Fields of subclasses are options of their command and not arguments of this function.
         return {item.name: getattr(self, item.name) for item in fields(EncoderOptions)}
+
+
+def check_limit(name: str, value: int | None, limit: int | None) -> None:
+    """Raise UserError if the value of an option is above the limit of the model."""
+    if value is not None and limit is not None and value > limit:
+        raise UserError(
+            f"`{name}` must be at most {limit:,}, the value of the model, got {value:,}. Lower "
+            f"`--{name.replace('_', '-')}`."
+        )

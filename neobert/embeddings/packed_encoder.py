@@ -55,7 +55,7 @@ def load_sentence_transformer(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     max_length: int | None = None,
-    pooling: str = "mean",
+    pooling: str | None = None,
     tokenizer: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -68,14 +68,15 @@ def load_sentence_transformer(
         dtype: Precision of the weights.
         max_length: Maximum sequence length in tokens; longer texts are truncated. By default the
             limit of the model, and never more than its positions.
-        pooling: "mean" or "cls", for an encoder without a pooling module.
-        tokenizer: Directory or Hub name, for a model whose directory has no tokenizer. NeoBERT
+        pooling: "mean" or "cls", for an encoder without a pooling module; "mean" by default.
+        tokenizer: Directory or Hub name, for an encoder whose directory has no tokenizer. NeoBERT
             falls back to the packaged one.
         attn_implementation: Attention implementation of transformers.
         trust_remote_code: Whether to run the Python code in the repository of the model.
 
     Raises:
-        UserError: If the model does not exist or cannot be read.
+        UserError: If the model does not exist or cannot be read, or if a sentence-transformers
+            model has another pooling or another tokenizer than the arguments.
     """
     require("eval", "sentence_transformers")
     from sentence_transformers import SentenceTransformer
@@ -89,6 +90,11 @@ def load_sentence_transformer(
 
     try:
         if is_sentence_transformer_model(model):
+            if tokenizer is not None:
+                raise UserError(
+                    "`tokenizer` cannot replace the tokenizer of a sentence-transformers model, "
+                    f"got {tokenizer} for {model}. Omit `--tokenizer`."
+                )
             encoder = SentenceTransformer(
                 model,
                 device=str(device),
@@ -105,7 +111,8 @@ def load_sentence_transformer(
             )
             hidden_size = transformer.auto_model.config.hidden_size
             encoder = SentenceTransformer(
-                modules=[transformer, modules.Pooling(hidden_size, pooling)], device=str(device)
+                modules=[transformer, modules.Pooling(hidden_size, pooling or "mean")],
+                device=str(device),
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}.") from error
@@ -113,6 +120,12 @@ def load_sentence_transformer(
     if not hasattr(encoder[0], "auto_model"):
         raise UserError(
             f"`model` must start with a transformer, got {type(encoder[0]).__name__} in {model}."
+        )
+    model_pooling, _ = _pooling(list(encoder.children()))
+    if pooling is not None and pooling != model_pooling:
+        raise UserError(
+            f"`pooling` must be {model_pooling}, that of the sentence-transformers model {model}, "
+            f"got {pooling}."
         )
     # More tokens than the model has positions would fail, or give wrong embeddings.
     limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
@@ -244,13 +257,14 @@ class PackedEncoder:
 
         # Packed batches are pooled by this class, which implements the mean and the first token,
         # both including the prompt. Other poolings run in their own module on padded batches.
-        self.pooling, pools_prompt = _pooling(modules)
+        self.pooling, self._pools_prompt = _pooling(modules)
         config = getattr(transformer, "config", None)
         self.packs = (
             getattr(config, "model_type", None) == "neobert"
             and self.pooling in POOLINGS
-            and pools_prompt
+            and self._pools_prompt
         )
+        self._prompt_lengths: dict[str, int] = {}
 
         # The fast forward pass copies the weights, so later changes of the model have no effect.
         self._forward: CpuForward | None = None
@@ -522,8 +536,7 @@ class PackedEncoder:
             NotFinite: If a value is too large for the dtype: float16 ends at 65,504.
         """
         output = torch.empty(len(tokens), self.embedding_dimension, device=self.device)
-        # Only poolings that exclude the prompt need its length, and they never run packed.
-        prompt_length = 0 if self.packs else self._prompt_length(prompt)
+        prompt_length = self.excluded_prompt_length(prompt)
 
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
@@ -590,19 +603,24 @@ class PackedEncoder:
             step = 64 if total >= 1024 else 1
         return -total % step
 
-    def _prompt_length(self, prompt: str) -> int:
-        """Return the number of tokens that the prompt adds to the start of a text.
+    def excluded_prompt_length(self, prompt: str) -> int:
+        """Return the number of tokens that the pooling excludes from a text with a prompt.
 
         As in SentenceTransformer, the prompt is tokenized alone, and its last [SEP] is not counted.
+
+        A prompt is tokenized in the first call only. This call must not overlap with another use of
+        the tokenizer, because truncation is a setting of the tokenizer that every use changes.
         """
-        if not prompt:
+        if self._pools_prompt or not prompt:
             return 0
 
-        # Some tokenizers end no sequence with a special token.
-        ids = self._tokenizer(prompt, truncation=True, max_length=self.max_length)["input_ids"]
-        if ids[-1] in self._tokenizer.all_special_ids:
-            ids = ids[:-1]
-        return len(ids)
+        if prompt not in self._prompt_lengths:
+            # Some tokenizers end no sequence with a special token.
+            ids = self._tokenizer(prompt, truncation=True, max_length=self.max_length)["input_ids"]
+            if ids[-1] in self._tokenizer.all_special_ids:
+                ids = ids[:-1]
+            self._prompt_lengths[prompt] = len(ids)
+        return self._prompt_lengths[prompt]
 
     def _embed_padded(self, batch: Sequence[np.ndarray], prompt_length: int = 0) -> torch.Tensor:
         """Return the embeddings of one padded batch, (N, D)."""
@@ -685,13 +703,13 @@ def quantize_embeddings(
 def _pooling(modules: Sequence[Any]) -> tuple[str, bool]:
     """Return the name of a pipeline's pooling mode, and whether the pooling includes the prompt.
 
-    A pipeline without a pooling module is named after its modules.
+    A pipeline without a pooling module is named after its modules, which may exclude the prompt.
     """
     from sentence_transformers import models  # type: ignore[attr-defined]
 
     pooling = modules[1] if len(modules) > 1 else None
     if not isinstance(pooling, models.Pooling):
-        return "+".join(type(module).__name__ for module in modules), True
+        return "+".join(type(module).__name__ for module in modules), False
     mode = getattr(pooling, "pooling_mode", None)
     if mode is None:
         # Versions of sentence-transformers before 6 have no such attribute.

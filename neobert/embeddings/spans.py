@@ -60,7 +60,7 @@ def spans(
         text: Text.
         offsets: (N, 2) first character of each token, and the character after its last one.
         window: Maximum number of tokens of a window, at least 1.
-        overlap: Maximum number of tokens in both of two neighboring windows, less than `window`.
+        overlap: Maximum number of tokens that two neighboring windows share, less than `window`.
 
     Returns:
         Windows whose `first` and `stop` both increase, and which contain every token. A text

@@ -45,7 +45,7 @@ class WindowSettings:
 
     Attributes:
         window: Maximum number of tokens of the text, without the prompt, [CLS] and [SEP].
-        overlap: Maximum number of tokens in both of two neighboring windows.
+        overlap: Maximum number of tokens that two neighboring windows share.
     """
 
     window: int

@@ -106,7 +106,7 @@ def column_array(
 ) -> pyarrow.Array:
     """Return the values of a copied column as an Arrow array of the type of `field`.
 
-    In a column of strings, values that are not strings are written as JSON.
+    In a column of strings, all values are written as text, see `_as_text`.
 
     Args:
         values: Values of the column.
@@ -120,10 +120,7 @@ def column_array(
     try:
         # `pyarrow.array` would refuse numbers in a column of strings.
         if field.type == pyarrow.string():
-            values = [
-                value if value is None or isinstance(value, str) else json.dumps(value, default=str)
-                for value in values
-            ]
+            values = [None if value is None else _as_text(value) for value in values]
         elif file.format != ".parquet":
             # The types were inferred from the first rows. `pyarrow.array` would silently convert
             # some later values of another type, such as 1.5 to the integer 1.
@@ -142,6 +139,22 @@ def column_array(
             f"{file.url}: all values of {field.name!r} must have the type {field.type} "
             f"({one_line(error)}). {remedy}"
         ) from error
+
+
+def _as_text(value: object) -> str:
+    """Return a value as text: lists, mappings, booleans and numbers as JSON, others as by `str`.
+
+    Raises:
+        UnicodeDecodeError: If bytes are not UTF-8.
+    """
+    # Parquet files cannot contain lone surrogates.
+    if isinstance(value, str):
+        return data.replace_surrogates(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, (dict, list, bool, int, float)):
+        return json.dumps(value, default=_as_text)
+    return str(value)
 
 
 def _check_exact(values: Sequence[Any], array: pyarrow.Array, name: str, file: data.File) -> None:

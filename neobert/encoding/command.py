@@ -28,6 +28,7 @@ from ..common.errors import UserError, listed
 from ..common.folders import LOCK, check_disjoint, locked
 from ..common.identity import model_digest
 from ..common.options import identity, log_options
+from ..embeddings.options import check_limit
 from .columns import copied_columns
 from .folder import (
     MANIFEST_KEY,
@@ -352,7 +353,7 @@ class EncodeRun:
     def _load(self, dtype: str, encoder: "PackedEncoder | None" = None) -> "CorpusEncoder":
         """Return the corpus encoder, which loads a model unless `encoder` is one."""
         from ..embeddings.packed_encoder import PackedEncoder
-        from .corpus_encoder import CorpusEncoder, check_limit
+        from .corpus_encoder import CorpusEncoder
 
         options = self.options
         if encoder is None:
@@ -437,6 +438,13 @@ def _check_paths(
         raise UserError(
             f"input files must have different names without their suffixes, got "
             f"{listed(duplicates)}. Rename a file."
+        )
+    hidden = [file.name for file in files if part_stem(file).startswith(("_", "."))]
+    if hidden and not is_file:
+        raise UserError(
+            f"the names of input files must not start with _ or . if the output is a directory, "
+            f"got {listed(hidden)}. Readers of parquet directories would skip the embeddings. "
+            "Rename the files, or use a single .parquet file as output."
         )
     return files, output
 

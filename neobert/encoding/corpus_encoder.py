@@ -11,7 +11,7 @@ import pyarrow
 
 from ..common import __version__
 from ..common.data import File, numbered_rows
-from ..common.errors import UserError
+from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
 from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
 from .columns import WINDOW_COLUMNS
@@ -69,6 +69,8 @@ class CorpusEncoder:
             self.prompt = encoder.prompt(model.prompt_name or default_name)
         else:
             self.prompt = model.prompt
+        # A thread tokenizes texts while the model runs, so the prompt is tokenized before.
+        encoder.excluded_prompt_length(self.prompt)
 
         self.windows: WindowSettings | None = None
         if long_texts.long_texts == "windows":
@@ -162,12 +164,3 @@ class CorpusEncoder:
         windows, _ = self.tokenize([row[text_column][:_RANGE_CHARACTERS] for row in first])
         embeddings = self.embed(windows.tokens[:_RANGE_TEXTS])
         return [embeddings.min(axis=0).tolist(), embeddings.max(axis=0).tolist()]
-
-
-def check_limit(name: str, value: int | None, limit: int | None) -> None:
-    """Raise UserError if the value of an option is above the limit of the model."""
-    if value is not None and limit is not None and value > limit:
-        raise UserError(
-            f"`{name}` must be at most {limit:,}, the value of the model, got {value:,}. Lower "
-            f"`--{name.replace('_', '-')}`."
-        )

@@ -32,8 +32,9 @@ from .options import CorpusOptions
 _BLOCK_CHARACTERS = 32_000_000
 # Approximate number of bytes of the copied columns that are written together.
 _TABLE_BYTES = 64_000_000
-# What a user can do if a copied column has several types.
+# What a user can do if a column cannot be copied.
 _COPY_AS_TEXT = "Use --keep {}:text and another output to copy the column as text."
+_OMIT_COLUMN = "Omit {} from --keep, and use another output."
 
 T = TypeVar("T")
 
@@ -229,9 +230,9 @@ def _tables(
 ) -> Iterator[pyarrow.Table]:
     """Yield the tables of a block: copied columns, positions of windows, and embeddings."""
     # A list of fixed size is a view of the flat values.
-    values = pyarrow.array(embeddings.reshape(-1))
+    flat = pyarrow.array(embeddings.reshape(-1))
     columns: dict[str, Any] = {
-        "embedding": pyarrow.FixedSizeListArray.from_arrays(values, embeddings.shape[1])
+        "embedding": pyarrow.FixedSizeListArray.from_arrays(flat, embeddings.shape[1])
     }
     if windows.starts is not None:
         columns["file"] = pyarrow.array([block.file.name] * len(windows.rows), pyarrow.string())
@@ -240,13 +241,13 @@ def _tables(
         columns["end"] = pyarrow.array(windows.ends)
 
     rows: list[Mapping[str, Any]] = list(block.rows.values())
-    copied = {
-        field.name: column_array(
-            [row[field.name] for row in rows], field, block.file, _COPY_AS_TEXT.format(field.name)
-        )
-        for field in schema
-        if field.name not in columns
-    }
+    copied: dict[str, pyarrow.Array] = {}
+    for field in schema:
+        if field.name not in columns:
+            is_text = field.type == pyarrow.string()
+            remedy = (_OMIT_COLUMN if is_text else _COPY_AS_TEXT).format(field.name)
+            values = [row[field.name] for row in rows]
+            copied[field.name] = column_array(values, field, block.file, remedy)
 
     # A text with several windows repeats the values of its copied columns, which may be long texts.
     bytes_per_row = sum(array.nbytes for array in copied.values()) / max(1, len(rows))

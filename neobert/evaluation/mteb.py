@@ -252,7 +252,7 @@ def fingerprint(
         str(encoder.dtype),
         encoder.max_length,
         encoder.prompts,
-        options.encoder.pooling,
+        encoder.pooling,
         instructions,
         options.instructions.instruction_template,
     ]

@@ -73,11 +73,14 @@ class TaskRecord:
         task: Task, with its labels and text columns.
         max_length: Maximum sequence length in tokens during training.
         temperature: Temperature of the calibration, by which logits are divided.
+        is_inferred: Whether the model has no task.json, so that the record is inferred from
+            config.json. That file does not contain whether the model classifies texts or pairs.
     """
 
     task: TextTask
     max_length: int
     temperature: float
+    is_inferred: bool = False
 
     @classmethod
     def load(cls, model: str, trust_remote_code: bool = False) -> "TaskRecord":
@@ -106,7 +109,14 @@ class TaskRecord:
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
-        return cls(_task_of_config(config, model), _DEFAULT_LENGTH, 1.0)
+        return cls(_task_of_config(config, model), _DEFAULT_LENGTH, 1.0, is_inferred=True)
+
+    @property
+    def column_counts(self) -> tuple[int, ...]:
+        """Possible numbers of text columns."""
+        if self.is_inferred and self.task.name != TOKENS:
+            return (1, 2)
+        return (len(self.task.text_columns),)
 
 
 def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
@@ -257,7 +267,8 @@ class PackedClassifier:
         """Return the settings of windows that are as long as the model allows.
 
         Raises:
-            UserError: If the model classifies pairs, or the tokenizer has no offsets.
+            UserError: If the model classifies pairs, the tokenizer has no offsets, or the overlap
+                is too large.
         """
         if len(self.task.text_columns) > 1:
             raise UserError(
@@ -268,6 +279,11 @@ class PackedClassifier:
         # Special tokens are added to every window, and count toward the maximum length.
         special = self.tokenizer.num_special_tokens_to_add()
         window = max(1, self.max_length - special)
+        if overlap is not None and overlap >= window:
+            raise UserError(
+                f"`overlap` must be less than {window}, `--max-length` without the special tokens, "
+                f"got {overlap}."
+            )
         return WindowSettings.for_tokenizer(
             self.tokenizer, self.max_length, window=window, overlap=overlap
         )

@@ -28,7 +28,7 @@ from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import Output, differences, is_record_of
 from ..encoding.manifest import Truncation
-from ..finetuning.rows import TOKENS, parsed_list
+from ..finetuning.rows import CLASSIFICATION, MULTI_LABEL, TOKENS, parsed_list
 from .classifier import PackedClassifier, TaskRecord
 from .options import OPTIONS, PredictOptions
 from .table import FORMATS, Table, output_columns
@@ -130,6 +130,7 @@ class Prediction:
     Attributes:
         work_folder: Directory of the parts, which records what identifies the run: the options, the
             digest of the model, and the input files.
+        has_word_lists: Whether the texts are lists of words; set by `write_parts`.
         work: Path of this directory.
         record_path: Path of the file that describes the run.
     """
@@ -206,11 +207,16 @@ class Prediction:
         record = dataclasses.replace(
             record, task=dataclasses.replace(record.task, text_columns=text_columns)
         )
+        all_probabilities = self.options.data.probabilities
+        if all_probabilities and record.task.name not in (CLASSIFICATION, MULTI_LABEL):
+            raise UserError(
+                "`probabilities` requires a model that predicts labels of texts, got a model for "
+                f"{record.task.name}. Omit `--probabilities`."
+            )
 
-        is_split = record.task.name == TOKENS and (
-            record.task.has_spaces or self._is_split(text_columns[0])
-        )
-        predictions = output_columns(record.task, self.options.data.probabilities, is_split)
+        self.has_word_lists = record.task.name == TOKENS and self._has_word_lists(text_columns[0])
+        is_split = record.task.has_spaces or self.has_word_lists
+        predictions = output_columns(record.task, all_probabilities, is_split)
         self.table = Table.for_files(self.files, self.format, columns, predictions)
 
         # A run with nothing left to do does not load the model.
@@ -255,30 +261,34 @@ class Prediction:
         text_columns = tuple(self.options.data.text_column or record.task.text_columns)
         missing = [name for name in text_columns if name not in columns]
         # A model of pairs needs two columns, any other model one.
-        count = len(record.task.text_columns)
+        counts = record.column_counts
         # Without an option, a column named text replaces a missing column of the training.
         has_default = self.options.data.text_column is None and "text" in columns
-        if missing and has_default and count < 2:
+        if missing and has_default and counts != (2,):
             text_columns = ("text",)
             missing = []
 
         if missing:
-            noun = "columns" if count > 1 else "column"
+            noun = "columns" if len(text_columns) > 1 else "column"
             raise UserError(
                 f"{first.url} has no column {missing[0]!r}, only {listed(columns)}. Name the text "
                 f"{noun} with --text-column."
             )
-        if record.task.text_columns and len(text_columns) != count:
+        if len(text_columns) not in counts:
+            noun = "column" if counts == (1,) else "columns"
             raise UserError(
-                f"`text_column` must name {count} columns for this model, got {len(text_columns)}."
+                f"`text_column` must name {' or '.join(map(str, counts))} {noun} for this model, "
+                f"got {len(text_columns)}."
             )
         return columns, text_columns
 
-    def _is_split(self, column: str) -> bool:
-        """Return whether a column contains lists of words; the first row decides."""
+    def _has_word_lists(self, column: str) -> bool:
+        """Return whether a column contains lists of words; the first row with a text decides."""
         for file in self.files:
             for _, row in data.numbered_rows(file, [column]):
-                return isinstance(parsed_list(row[column]), list)
+                value = parsed_list(row[column])
+                if not _is_missing(value):
+                    return _is_word_list(value)
         return False
 
     def _read_parts(self) -> Iterator[tuple[int, data.File, list[tuple[int, Any]] | None]]:
@@ -341,7 +351,7 @@ class Prediction:
 
             # A pair with only one text has no prediction either.
             values = [row[name] for name in classifier.task.text_columns]
-            if classifier.task.name == TOKENS:
+            if self.has_word_lists:
                 values = [parsed_list(value) for value in values]
             if any(_is_missing(value) for value in values):
                 continue
@@ -372,10 +382,9 @@ class Prediction:
         if isinstance(value, str):
             return
 
-        # The columns of the output depend on the first row. If it is a string, later lists of words
-        # would have tags without a column.
-        is_words = isinstance(value, list) and all(isinstance(word, str) for word in value)
-        if is_words and "predicted_tags" in self.table.prediction_columns:
+        # The columns of the output depend on the first text. If it is a string, later lists of
+        # words would have tags without a column.
+        if _is_word_list(value) and "predicted_tags" in self.table.prediction_columns:
             return
         raise UserError(
             f"{file.url}, row {number + 1:,}: the text must be a string, got {value!r:.60}."
@@ -397,3 +406,7 @@ class Prediction:
 def _is_missing(value: Any) -> bool:
     """Return whether a text is missing or blank."""
     return not value.strip() if isinstance(value, str) else value is None or value == []
+
+
+def _is_word_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)

@@ -68,8 +68,9 @@ class LongTextOptions(OptionGroup):
 
     long_texts: Literal["truncate", "windows"] = option(
         "truncate",
-        "truncate: truncate long texts, and report their number. windows: divide them into "
-        "windows; labels get the mean of the logits, entities are merged by their characters.",
+        "truncate: truncate long texts, and report their number. windows: divide long texts into "
+        "overlapping windows. Label logits are averaged over the windows; each word is tagged in "
+        "the window with the most context around it.",
     )
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] | None = option(
         None, "Maximum sequence length in tokens. By default the length used in training."

@@ -6,6 +6,7 @@ Parts of an output are encoded separately and joined at the end.
 import csv
 import io
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -183,8 +184,19 @@ class Table:
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON; values that JSON does not have, such as dates, become text."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """Return a value as JSON; dates and similar values become text, NaN and infinity null."""
+    return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None instead of NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value
 
 
 def _csv_line(cells: Sequence[Any]) -> bytes:

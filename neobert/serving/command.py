@@ -40,12 +40,16 @@ class WorkerApplication:
     Args:
         options: Options of the server.
         address: Address of the server.
+        listener: Socket that is bound to the address.
         announcer: Semaphore that one worker acquires to log the start of the server.
     """
 
-    def __init__(self, options: ServeOptions, address: str, announcer: Any) -> None:
+    def __init__(
+        self, options: ServeOptions, address: str, listener: socket.socket, announcer: Any
+    ) -> None:
         self.options = options
         self.address = address
+        self.listener = listener
         self.announcer = announcer
         self._description = ""
 
@@ -86,6 +90,8 @@ class WorkerApplication:
 
         app = create_app(self.options)
         self._description = describe(app, self.options, self.address)
+        # An error of uvicorn would have a traceback, and the supervisor would restart the worker.
+        _listen(self.listener, self.address)
         return app
 
     async def announce(self) -> None:
@@ -171,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = f"[{options.server.host}]" if ":" in options.server.host else options.server.host
 
     announcer = multiprocessing.get_context("spawn").Semaphore(1)
-    application = WorkerApplication(options, f"http://{host}:{port}", announcer)
+    application = WorkerApplication(options, f"http://{host}:{port}", listener, announcer)
 
     config = uvicorn.Config(
         application,
@@ -238,14 +244,34 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"the address {host}:{port} must be available, got: {error.strerror or error}. Choose "
-            "another --port or --host."
-        ) from error
+        raise _address_in_use(f"{host}:{port}", error) from error
+    # With this option, another server could bind the port until this one listens.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
     # The workers accept connections from this socket.
     listener.set_inheritable(True)
     return listener
+
+
+def _listen(listener: socket.socket, address: str) -> None:
+    """Listen on a socket of `_bind`, on which other workers may listen, too.
+
+    Raises:
+        UserError: If another server listens on the address.
+    """
+    # Without this option, closed connections of an earlier server would occupy the port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _address_in_use(address, error) from error
+
+
+def _address_in_use(address: str, error: OSError) -> UserError:
+    return UserError(
+        f"the address {address} must be available, got: {error.strerror or error}. Choose another "
+        "--port or --host."
+    )
 
 
 def _available_cores() -> int:

@@ -25,6 +25,7 @@ from ..common.loading import (
 )
 from ..common.packing import pack
 from ..embeddings.cpu_forward import CpuClassifier, run_if_known
+from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
 from .options import MAX_TOTAL_CHARACTERS, ServeOptions
@@ -74,6 +75,8 @@ class Encoder:
             options.requests.batch_tokens,
             **options.encoder.settings(),
         )
+        # The encoder silently reduces a length above the limit of the model.
+        check_limit("max_length", options.encoder.max_length, self.packed_encoder.max_length)
 
         self.name = public_name(options.models.model)
         self.dimensions: int = self.packed_encoder.embedding_dimension
@@ -99,6 +102,8 @@ class Encoder:
             prompt = self.packed_encoder.prompt(prompt_name)
         except UserError as error:
             raise HTTPException(400, str(error)) from error
+        # Another thread runs the model, and must not use the tokenizer.
+        self.packed_encoder.excluded_prompt_length(prompt)
 
         # All values by the index of the item, because texts and token IDs are processed separately.
         ids: dict[int, np.ndarray] = {}
@@ -219,6 +224,7 @@ class Classifier:
         tokenizer: Tokenizer of the model.
         max_length: Maximum number of tokens of a text or pair.
         activation: Function that a CrossEncoder applies to its logits.
+        prompt: Prompt that a CrossEncoder adds before the query.
         temperature: Number that the logits of a classifier are divided by for probabilities.
     """
 
@@ -229,11 +235,13 @@ class Classifier:
         tokenizer: Any,
         max_length: int | None,
         activation: Any = None,
+        prompt: str = "",
         temperature: float = 1.0,
     ) -> None:
         self.name = name
         self.model = model
         self.max_length = max_length
+        self.prompt = prompt
         self.temperature = temperature
         self._tokenizer = tokenizer
         self._activation = activation
@@ -246,7 +254,7 @@ class Classifier:
         """Load a CrossEncoder.
 
         Raises:
-            UserError: If it cannot be loaded, or is no NeoBERT with one score per pair.
+            UserError: If it cannot be loaded, or is no NeoBERT with one trained score per pair.
         """
         check_model(folder)
         device = choose_device(options.models.device)
@@ -257,7 +265,7 @@ class Classifier:
                 model_kwargs={"dtype": _weights_dtype(dtype)},
                 trust_remote_code=options.encoder.trust_remote_code,
             )
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _not_loadable(folder, error) from error
 
         # Only a NeoBERT runs packed, and documents are sorted by a single score.
@@ -265,6 +273,18 @@ class Classifier:
             raise UserError(
                 f"`reranker` must be a NeoBERT CrossEncoder with one score per pair, got {folder}."
             )
+        # A CrossEncoder initializes a missing head randomly, and does not return its missing keys.
+        architectures = encoder.model.config.architectures or ["unknown"]
+        if not architectures[0].endswith("ForSequenceClassification"):
+            raise UserError(
+                f"`reranker` must have a trained classification head, got {folder} with the "
+                f"architecture {architectures[0]}."
+            )
+
+        # sentence-transformers before 5.4 has no prompts here.
+        prompt = ""
+        if getattr(encoder, "default_prompt_name", None) is not None:
+            prompt = encoder.prompts.get(encoder.default_prompt_name) or ""
 
         _quantize(encoder.model, dtype)
         return cls(
@@ -274,7 +294,8 @@ class Classifier:
             # sentence-transformers before 5.4 has no `max_seq_length` here.
             getattr(encoder, "max_seq_length", None)
             or text_limit(encoder.model, encoder.tokenizer),
-            encoder.activation_fn,
+            activation=encoder.activation_fn,
+            prompt=prompt,
         )
 
     @classmethod
@@ -294,7 +315,7 @@ class Classifier:
                 trust_remote_code=options.encoder.trust_remote_code,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _not_loadable(folder, error) from error
 
         if model.config.model_type != "neobert":
@@ -335,6 +356,8 @@ class Classifier:
             HTTPException: If a text is too long and `truncate` is False.
         """
         ids: dict[int, list[int]] = {}
+        # As in CrossEncoder, the prompt precedes the first text of a pair.
+        texts = [(self.prompt + text[0], *text[1:]) for text in texts]
         # The tokenizer takes either texts or pairs in one call.
         for size in {len(text) for text in texts}:
             indices = [index for index, text in enumerate(texts) if len(text) == size]

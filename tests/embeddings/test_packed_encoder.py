@@ -35,6 +35,7 @@ from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
 from neobert.embeddings.cpu_forward import CpuForward, FloatBlock
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
+from neobert.encoding.options import OPTIONS
 from neobert.quantization import packed_linear
 
 
@@ -115,6 +116,29 @@ def test_settings_of_a_loaded_model_are_refused(reference, arguments):
     assert PackedEncoder(reference, dtype="float32", device="cpu").dtype_name == "float32"
 
 
+def test_options_that_a_sentence_encoder_ignores_are_refused(reference, tmp_path):
+    """A sentence-transformers model has its own pooling and tokenizer."""
+    model = SentenceTransformer(modules=[reference[0], Pooling(64, "cls")], device="cpu")
+    model.save_pretrained(str(tmp_path))
+
+    def load(*words):
+        options = OPTIONS["encode"].read(["a", "b", "--model", str(tmp_path), *words])
+        return PackedEncoder(str(tmp_path), "float32", "cpu", **options.encoder.settings())
+
+    with pytest.raises(UserError, match="`pooling` must be cls, that of the .*, got mean."):
+        load("--pooling", "mean")
+    with pytest.raises(UserError, match="`tokenizer` cannot replace the tokenizer of a sentence-"):
+        load("--tokenizer", str(tmp_path))
+    assert load().pooling == load("--pooling", "cls").pooling == "cls"
+
+
+def test_pooling_of_an_encoder_without_a_pooling_module(model_folder):
+    """The default pooling is the mean."""
+    options = OPTIONS["encode"].read(["a", "b", "--model", "c"])
+    settings = options.encoder.settings()
+    assert PackedEncoder(str(model_folder), "float32", "cpu", **settings).pooling == "mean"
+
+
 def test_batches_respect_token_budget_and_cover_all_texts(reference):
     """Batches contain each text once, and keep the token budget unless a single text exceeds it."""
     encoder = PackedEncoder(reference, batch_tokens=100, dtype="float32", device="cpu")
@@ -155,20 +179,25 @@ def test_token_counts_of_batches_are_rounded_up(model_folder, dtype, pooling, mo
     close(embeddings, expected, 1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_runs_if_cpu_forward_does_not_support_it(model_folder, dtype, monkeypatch):
+def test_model_runs_if_cpu_forward_does_not_support_it(model_folder, dtype, pooling, monkeypatch):
     """The model itself runs if the CPU forward pass does not support it, with the same embeddings.
 
     The attention implementation "eager" is not supported. The batches of the model have few
     different numbers of tokens, too.
     """
-    encoder = PackedEncoder(str(model_folder), dtype=dtype, device="cpu")
+    encoder = PackedEncoder(str(model_folder), dtype=dtype, device="cpu", pooling=pooling)
     tokens = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12]
     token_counts = []
     expected = encoder.embed(tokens)
 
     encoder = PackedEncoder(
-        str(model_folder), dtype=dtype, device="cpu", attn_implementation="eager"
+        str(model_folder),
+        dtype=dtype,
+        device="cpu",
+        pooling=pooling,
+        attn_implementation="eager",
     )
     model = encoder.sentence_transformer[0].auto_model
     forward = NeoBERTModel.forward

@@ -1,5 +1,7 @@
 """Tests of `neobert encode`: the output, additions to an output, refused settings, and shards."""
 
+import datetime
+import decimal
 import json
 import re
 import shutil
@@ -213,6 +215,42 @@ def test_a_json_column_of_several_types_is_copied_as_text(model_folder, encoder,
     assert ids.to_pylist() == ["a-1", None, *others, "\u00e9"]
 
 
+def test_lone_surrogates_of_copied_columns_are_replaced(model_folder, encoder, tmp_path):
+    """A copied string contains U+FFFD instead of a lone surrogate, as the text does."""
+    (tmp_path / "a.jsonl").write_text('{"id": "cut \\ud83d", "text": "cut \\ud83d"}\n')
+    embed(tmp_path / "a.jsonl", tmp_path / "out", model_folder, encoder, keep=["id,text"])
+    table, _ = read_parquet(tmp_path / "out")
+    assert table["id"].to_pylist() == table["text"].to_pylist() == ["cut \ufffd"]
+
+
+def test_parquet_values_as_text(model_folder, encoder, tmp_path):
+    """Dates, decimals and bytes that are copied as text have no quotes; lists are JSON."""
+    day = datetime.date(2024, 1, 2)
+    columns = {
+        "day": (day, "2024-01-02"),
+        "time": (datetime.datetime(2024, 1, 2, 5), "2024-01-02 05:00:00"),
+        "price": (decimal.Decimal("1.20"), "1.20"),
+        "bytes": ("é".encode(), "é"),
+        "list": ([day], '["2024-01-02"]'),
+        "flag": (True, "true"),
+        "number": (1.5, "1.5"),
+    }
+    values = {"text": ["a"], **{name: [value] for name, (value, _) in columns.items()}}
+    pyarrow.parquet.write_table(pyarrow.table(values), tmp_path / "a.parquet")
+    keep = [f"{name}:text" for name in columns]
+    embed(tmp_path / "a.parquet", tmp_path / "out", model_folder, encoder, keep=keep)
+    (row,) = read_parquet(tmp_path / "out")[0].drop_columns("embedding").to_pylist()
+    assert row == {name: text for name, (_, text) in columns.items()}
+
+
+def test_bytes_that_are_no_text_are_refused(model_folder, encoder, tmp_path):
+    """Bytes that are not UTF-8 cannot be copied as text. The error does not suggest :text."""
+    table = pyarrow.table({"text": ["a"], "id": [b"\xff"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"'id' must have the type string .*Omit id from --keep"):
+        embed(tmp_path / "a.parquet", tmp_path / "out", model_folder, encoder, keep=["id:text"])
+
+
 # (values of a column, type of the output, values of the output).
 COLUMNS = [
     ([7, None, -2, 2**60], pyarrow.int64(), [7, None, -2, 2**60]),
@@ -364,7 +402,7 @@ def test_single_file_output_contains_all_parts(corpus, model_folder, encoder, tm
     output = capsys.readouterr().out
     assert "70 texts; nothing new to encode" in output and output.endswith(last)
 
-    with pytest.raises(UserError, match='`pooling` must be "mean" as in .*out.parquet, got "cls".'):
+    with pytest.raises(UserError, match='`pooling` must be null as in .*out.parquet, got "cls".'):
         main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
     corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
     with pytest.raises(UserError, match="got an earlier output of corpus.jsonl"):
@@ -400,6 +438,17 @@ def test_error_before_the_first_part_leaves_no_directory(corpus, model_folder, e
     with pytest.raises(UserError, match="`truncate_dim` must be at most 64"):
         embed(corpus, tmp_path / "out.parquet", model_folder, encoder, truncate_dim=65)
     assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["_texts.jsonl", ".texts.jsonl"])
+def test_names_of_hidden_files_are_refused(model_folder, encoder, tmp_path, name):
+    """A directory of embeddings has no parts that its readers would skip."""
+    source = write_jsonl(tmp_path / name, [{"text": "a"}])
+    message = re.escape(f"must not start with _ or . if the output is a directory, got {name}.")
+    with pytest.raises(UserError, match=message):
+        embed(source, tmp_path / "out", model_folder, encoder)
+    embed(source, tmp_path / "out.parquet", model_folder, encoder)
+    assert len(read_parquet(tmp_path / "out.parquet")[0]) == 1
 
 
 # ------------------------------------------------------------------------------------------------

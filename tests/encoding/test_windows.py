@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,12 @@ from helpers.encode_runs import (
     WORDS,
     embed,
     make_model_folder,  # noqa: F401
+    make_options,
     make_reference,  # noqa: F401
     read_parquet,
 )
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
@@ -28,6 +32,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.embeddings.windows import WindowSettings, text_groups, tokenize_windows
 from neobert.encoding import command as encode
 from neobert.encoding import parts
+from neobert.encoding.corpus_encoder import CorpusEncoder
 from neobert.encoding.manifest import Truncation
 from neobert.encoding.options import OPTIONS
 
@@ -178,6 +183,29 @@ def test_groups_of_texts_have_a_maximum_number_of_characters(monkeypatch, limit)
             assert size <= limit or len(group) == 1
             if following is not None:
                 assert size + lengths[following[0]] > limit
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_texts_are_encoded_without_the_tokenizer(reference, monkeypatch, include_prompt):
+    """The thread that runs the model does not tokenize the prompt.
+
+    Another thread tokenizes texts at the same time, and truncation is a setting of the tokenizer.
+    """
+    pooling = Pooling(64, "max", include_prompt=include_prompt)
+    model = SentenceTransformer(modules=[reference[0], pooling], device="cpu")
+    encoder = PackedEncoder(model, device="cpu")
+    assert not encoder.packs
+
+    prompt = "find the cat: "
+    options = make_options(source="a", output="b", model="c", prompt=prompt, **WINDOWS)
+    corpus_encoder = CorpusEncoder(encoder, options.model, options.long_texts, options.embeddings)
+    windows, _ = corpus_encoder.tokenize(documents())
+    texts = [documents()[row][start:end] for row, start, end in zip(*windows[1:4])]
+    expected = model.encode(texts, prompt=prompt)
+
+    pad = encoder._tokenizer.pad
+    monkeypatch.setattr(encoder, "_tokenizer", SimpleNamespace(pad=pad))
+    assert_close(corpus_encoder.embed(windows.tokens), expected)
 
 
 # ------------------------------------------------------------------------------------------------

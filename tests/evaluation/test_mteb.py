@@ -455,14 +455,13 @@ def test_fingerprint_depends_on_weights_and_settings(
     for changes in (
         {"model": small_model(tmp_path / "other", tokenizer_dir, seed=2)},
         {"model": str(changed)},
-        {"pooling": "cls"},
         {"tokenizer": str(tokenizer_dir)},
         {"instruction_template": "{instruction} "},
     ):
         changed_options = mteb_options(**{"model": model_folder, **changes})
         fingerprints.add(fingerprint(encoder, changed_options, {}))
 
-    for changes in ({"max_length": 16}, {"dtype": "bfloat16"}):
+    for changes in ({"max_length": 16}, {"dtype": "bfloat16"}, {"pooling": "cls"}):
         other = PackedEncoder(model_folder, device="cpu", **{"dtype": "float32", **changes})
         fingerprints.add(fingerprint(other, options, {}))
     other.prompts = {"query": "find: "}

@@ -220,6 +220,41 @@ def test_pairs(tmp_path, model):
         run(tmp_path / "missing", [{"a": "x", "text": "y"}], folder)
 
 
+@pytest.mark.parametrize("labels", [LABELS, ["score"]])
+def test_pairs_of_a_model_without_task_json(tmp_path, labels):
+    """A classifier or reranker that was trained elsewhere takes one or two columns."""
+    folder = write_classifier(tmp_path / "model", labels=labels)
+    rows = [{"a": text, "b": other} for text, other in zip(TEXTS[:3], TEXTS[3:6])]
+    pairs, _ = run(tmp_path, rows, folder, "--text-column", "a", "b", output="pairs.jsonl")
+    texts, _ = run(tmp_path, rows, folder, "--text-column", "a", output="texts.jsonl")
+    for predictions, names in ((pairs, "ab"), (texts, "a")):
+        for row in predictions:
+            logits = logits_of(folder, *(row[name] for name in names))
+            expected = labels[int(logits.argmax())]
+            if len(labels) == 1:
+                expected = pytest.approx(logits[0], abs=2e-5)
+            assert row["prediction"] == expected
+
+    with pytest.raises(UserError, match="must name 1 or 2 columns for this model, got 3"):
+        run(tmp_path, rows, folder, "--text-column", "a", "b", "a", output="three.jsonl")
+
+
+def test_number_of_text_columns_of_task_json(tmp_path, model):
+    """A model of single texts takes one column."""
+    with pytest.raises(UserError, match="`text_column` must name 1 column for this model, got 2"):
+        run(tmp_path, [{"text": "x", "b": "y"}], model, "--text-column", "text", "b")
+
+
+@pytest.mark.parametrize("task", ["regression", "tokens"])
+def test_probabilities_without_labels_of_texts_are_refused(tmp_path, tagger, task):
+    """`--probabilities` is an error for models without a probability of each label of a text."""
+    folder = tagger
+    if task == "regression":
+        folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
+    with pytest.raises(UserError, match=f"`probabilities` requires .*, got a model for {task}."):
+        run(tmp_path, rows_of(TEXTS), folder, "--probabilities")
+
+
 def test_bert_predictions_match_transformers(tmp_path):
     """BERT, which does not support packed batches, has the predictions of transformers."""
     torch.manual_seed(0)
@@ -370,6 +405,24 @@ def test_lists_of_words_get_tags(tmp_path, tagger):
     assert row["predicted_tags"] == predictions[0]["predicted_tags"]
 
 
+def test_missing_values_do_not_decide_whether_words_are_split(tmp_path, tagger):
+    """The first row with a text decides whether the column contains lists of words."""
+    words = ["the", "good", "film"]
+    expected, _ = run(tmp_path, [{"text": words}], tagger, output="words.jsonl")
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": None}, {"text": []}, {"text": words}])
+    predictions, _ = run(tmp_path, [], tagger)
+    assert predictions[2] == expected[0]
+    assert predictions[0]["predicted_tags"] is predictions[0]["prediction"] is None
+
+
+@pytest.mark.parametrize("texts", [["plain", "[1]", '["a"]'], ["[1]", "plain", "[]"]])
+def test_texts_that_look_like_lists_stay_texts(tmp_path, tagger, texts):
+    """Texts with brackets are not parsed as lists of words in a column of texts."""
+    predictions, summary = run(tmp_path, rows_of(texts), tagger)
+    assert [row["text"] for row in predictions] == texts and summary.missing == 0
+    assert all("predicted_tags" not in row for row in predictions)
+
+
 def test_entity_positions_with_windows(tmp_path, tagger):
     """With windows, the words after the model's maximum length are tagged, too.
 
@@ -482,6 +535,13 @@ def test_logits_are_averaged_over_windows(tmp_path, model):
     assert values == pytest.approx(expected.tolist(), abs=2e-5)
 
 
+def test_overlap_must_be_less_than_the_length(tmp_path, model):
+    """The error names the option of this command."""
+    options = ["--long-texts", "windows", "--max-length", "16", "--overlap", "14"]
+    with pytest.raises(UserError, match="must be less than 14, `--max-length` without the special"):
+        run(tmp_path, rows_of(TEXTS), model, *options)
+
+
 # ------------------------------------------------------------------------------------------------
 # files
 
@@ -497,6 +557,19 @@ def test_formats_have_the_same_content(tmp_path, model):
     assert [float(row["probability"]) for row in table] == [row["probability"] for row in jsonl]
     assert [(row["n"], row["list"]) for row in table][3] == ("3", "[3]")
     assert not list(tmp_path.glob("*.work"))
+
+
+def test_values_that_json_does_not_have_become_null(tmp_path, model):
+    """NaN and infinity of a parquet file are null in .jsonl, also within lists."""
+    nan = float("nan")
+    columns = {"text": ["a", "b"], "x": [nan, 1.5], "y": [[nan, 2.0], [-float("inf")]]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    arguments = [tmp_path / "in.parquet", tmp_path / "out.jsonl", "--model", model]
+    assert main(["predict", *map(str, arguments)]) == 0
+    text = (tmp_path / "out.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    rows = read(tmp_path / "out.jsonl")
+    assert [(row["x"], row["y"]) for row in rows] == [(None, [None, 2.0]), (1.5, [None])]
 
 
 def test_parquet_file_without_rows_does_not_determine_types(tmp_path, model):

@@ -26,7 +26,7 @@ from neobert.cli import main
 from neobert.common.errors import UserError
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
-from neobert.serving.command import Supervisor, WorkerApplication, _bind, describe
+from neobert.serving.command import Supervisor, WorkerApplication, _bind, _listen, describe
 from neobert.serving.options import OPTIONS
 
 
@@ -200,7 +200,7 @@ def test_every_exception_of_a_worker_at_its_start_is_reported(error, sentence, m
     options = OPTIONS["serve"].read(["--model", str(ENCODER), "--workers", "2"])
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        WorkerApplication(options, "http://127.0.0.1:8000", announcer=None)()
+        WorkerApplication(options, "http://127.0.0.1:8000", listener=None, announcer=None)()
 
     assert caught.value.code == STARTUP_FAILURE
     assert capsys.readouterr().err == f"neobert serve: {sentence}\n"
@@ -218,6 +218,48 @@ def test_address_in_use_is_reported_before_loading_models(capsys):
         assert time.monotonic() - start < 20
     error = capsys.readouterr().err
     assert f"127.0.0.1:{port} must be available" in error and "Choose another --port" in error
+
+
+def test_an_address_is_bound_before_the_server_listens():
+    """A second server cannot bind the address of a server that loads its models."""
+    with _bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port} must be available"):
+            _bind("127.0.0.1", port)
+        _listen(listener, "http://127.0.0.1")
+
+
+def test_closed_connections_do_not_occupy_the_address():
+    """A server can be restarted at once: the port of its closed connections can be used."""
+    with _bind("127.0.0.1", 0) as listener:
+        address = listener.getsockname()
+        _listen(listener, "http://127.0.0.1")
+        with socket.create_connection(address) as client:
+            connection, _ = listener.accept()
+            # The side that closes the connection first keeps its port for a minute.
+            connection.close()
+            assert client.recv(1) == b""
+
+    with _bind(*address) as listener:
+        _listen(listener, "http://127.0.0.1")
+        socket.create_connection(address).close()
+
+
+def test_another_server_on_the_address_ends_the_worker(monkeypatch, capsys):
+    """A worker whose address is in use ends with the code after which the supervisor stops."""
+    monkeypatch.setattr("neobert.serving.app.create_app", lambda options: None)
+    monkeypatch.setattr("neobert.serving.command.describe", lambda *arguments: "")
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--workers", "2", "--threads", "1"])
+    with socket.socket() as other, _bind("127.0.0.1", 0) as listener:
+        # Both sockets must have the option to be bound to the same address.
+        for bound in (other, listener):
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(listener.getsockname())
+        other.listen()
+        with pytest.raises(SystemExit) as caught:
+            WorkerApplication(options, "http://127.0.0.1", listener, announcer=None)()
+    assert caught.value.code == STARTUP_FAILURE
+    assert "the address http://127.0.0.1 must be available" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused(capsys, tmp_path):

@@ -22,6 +22,7 @@ from helpers.serving import (
 from sentence_transformers import CrossEncoder
 from transformers import AutoTokenizer
 
+from neobert import NeoBERTConfig, NeoBERTForTokenClassification, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.embeddings.cpu_forward import CpuClassifier
 from neobert.embeddings.packed_encoder import PackedEncoder
@@ -208,6 +209,50 @@ def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
     for kind in ("reranker", "classifier"):
         with pytest.raises(UserError, match="cannot be loaded"):
             load(folder, kind)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "num_labels", "kind", "message"),
+    [
+        (NeoBERTModel, 1, "reranker", "must have a trained .* with the architecture NeoBERT."),
+        (NeoBERTForTokenClassification, 1, "reranker", "must have a trained .*ForTokenClassif"),
+        (NeoBERTForTokenClassification, 3, "reranker", "cannot be loaded"),
+        (NeoBERTForTokenClassification, 3, "classifier", "must have a trained"),
+    ],
+)
+def test_models_without_a_sequence_head_are_refused(
+    tmp_path, model_class, num_labels, kind, message
+):
+    """A model without the head of a sequence classifier would have random scores."""
+    folder = save_classifier(tmp_path / "model", num_labels)
+    config = NeoBERTConfig.from_pretrained(folder)
+    model_class(config).save_pretrained(folder)
+    with pytest.raises(UserError, match=message):
+        load(folder, kind)
+
+
+def test_default_prompt_of_a_reranker(reranker, tmp_path):
+    """The scores of pairs are those of CrossEncoder, which adds its default prompt."""
+    prompts = {"rank": "Rank these documents: "}
+    model = CrossEncoder(reranker, device="cpu", prompts=prompts, default_prompt_name="rank")
+    model.save_pretrained(str(tmp_path / "reranker"))
+    documents = ["an eagle", "a violin"]
+    expected = model.predict([("a bird", document) for document in documents])
+    without_prompt = model.predict([("a bird", document) for document in documents], prompt="")
+    assert np.abs(expected - without_prompt).max() > 1e-3
+
+    with serving("--reranker", str(tmp_path / "reranker")) as client:
+        body = {"query": "a bird", "documents": documents}
+        results = client.post("/v1/rerank", json=body).json()["results"]
+    scores = {result["index"]: result["relevance_score"] for result in results}
+    np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-5)
+
+
+def test_max_length_above_the_limit_of_the_model_is_refused():
+    """The server does not silently reduce `--max-length` to the limit of the model."""
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--max-length", "100000"])
+    with pytest.raises(UserError, match="`max_length` must be at most .*, got 100,000. Lower"):
+        create_app(options)
 
 
 def test_regression_in_16_bits_is_refused(tmp_path):
