@@ -6,6 +6,7 @@ contains the number of embeddings that are finished, so an interrupted run resum
 
 import errno
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,14 @@ from ..common.options import convert
 from ..embeddings.packed_encoder import PackedEncoder
 
 
+logger = logging.getLogger("neobert.distillation")
+
 # Number of texts whose embeddings are written at once.
 CHUNK_SIZE = 65_536
 # Number of texts that are held out by default, unless they are more than 5 % of all.
 MIN_VALIDATION_TEXTS = 100
+# A rank correlation over the pairs of 2 texts, a single pair, is not defined.
+MIN_EVALUATED_TEXTS = 3
 # Names of the texts of a run in its results.
 RESERVED_NAMES = ("train", "validation")
 
@@ -87,7 +92,12 @@ def is_validation_text(text: str, percent: float) -> bool:
     The result depends on the words of the text only, so copies with other spaces or capital
     letters are held out, too.
     """
-    return fraction(" ".join(text.lower().split())) < percent / 100
+    return fraction(_normalized(text)) < percent / 100
+
+
+def _normalized(text: str) -> str:
+    """Return a text that is the same for copies with other spaces or capital letters."""
+    return " ".join(text.lower().split())
 
 
 @dataclass(frozen=True)
@@ -108,8 +118,7 @@ class Texts:
     def evaluated(self) -> dict[str, list[str]]:
         """Sets of at least 3 texts on which the agreement with the teacher is evaluated."""
         sets = {"validation": self.validation, **self.other}
-        # A rank correlation over the pairs of 2 texts, a single pair, is not defined.
-        return {name: texts for name, texts in sets.items() if len(texts) > 2}
+        return {name: texts for name, texts in sets.items() if len(texts) >= MIN_EVALUATED_TEXTS}
 
     def check_evaluated(self) -> None:
         """Raise UserError if there is no text to evaluate on."""
@@ -141,7 +150,7 @@ def check_validation_names(sources: Iterable[TextSource]) -> None:
 
 def read_texts(
     sources: Iterable[TextSource],
-    validation_sources: Iterable[TextSource],
+    validation_sources: Sequence[TextSource],
     percent: float | None,
     max_texts: int,
 ) -> Texts:
@@ -172,10 +181,19 @@ def read_texts(
         raise UserError(f"`texts` must contain at least 2 different texts, got {len(train)}.")
 
     other = {}
+    normalized = {_normalized(text) for text in seen} if validation_sources else set()
     for source in validation_sources:
         # A validation text that is also trained on would look better than it is.
-        new_texts = {text for text in source.read() if text not in seen}
+        new_texts = {text for text in source.read() if _normalized(text) not in normalized}
         other[source.name] = _lowest_hashes(new_texts, max_texts)
+        if len(new_texts) < MIN_EVALUATED_TEXTS:
+            logger.warning(
+                "%s is not evaluated: it has %d texts that `texts` do not contain, and at least %d "
+                "are needed.",
+                source.path,
+                len(new_texts),
+                MIN_EVALUATED_TEXTS,
+            )
     return Texts(train, _lowest_hashes(validation, max_texts), other)
 
 
@@ -200,7 +218,9 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
         teacher: Encoder.
     """
     progress_path = path.with_suffix(".json")
-    done = read_json(progress_path)["done"] if progress_path.is_file() else 0
+    # Someone may have deleted the large file alone, to save space.
+    has_rows = path.is_file() and progress_path.is_file()
+    done = read_json(progress_path)["done"] if has_rows else 0
     if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -197,7 +197,8 @@ class DistillLoss(nn.Module):
 
     def teacher_embeddings(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the teacher's embeddings of texts, (N, D) float32 of length 1."""
-        rows = torch.from_numpy(np.float32(self.embeddings[numbers.cpu()]))
+        # NumPy reads a tensor of one number as an integer, which would remove the first axis.
+        rows = torch.from_numpy(np.float32(self.embeddings[numbers.cpu().numpy()]))
         return F.normalize(rows.to(numbers.device), dim=-1)
 
     def forward(

@@ -53,7 +53,10 @@ def write_card(
     counts = result["texts"]
     # `loss.agreement` compares the pairs of at most 1,000 texts.
     pairs = min(1000, counts["validation"])
-    other_names = ", ".join(source.name for source in validation_sources)
+    evaluated = result["comparison"]["student"]
+    other_names = ", ".join(
+        source.name for source in validation_sources if f"{source.name}_spearman" in evaluated
+    )
     explanation = "`validation`: held-out texts of the training sources."
     if other_names:
         explanation += f" Texts of types that the student was not trained on: {other_names}."

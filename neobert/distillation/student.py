@@ -45,7 +45,8 @@ def build_student(
     """Build the student: NeoBERT, pooling, and the other modules that the teacher's output needs.
 
     A Dense module maps the hidden size of the student to the embedding dimension of the teacher if
-    they differ. The student ends with a Normalize module if the teacher does.
+    they differ, or if the model to start from has such a module. The student ends with a Normalize
+    module if the teacher does.
 
     Args:
         model: Options of the models.
@@ -66,22 +67,23 @@ def build_student(
     # embeddings of the teacher need.
     hidden_size = _encoder(start).config.hidden_size
     parts = [start[0], start[1]]
-    if hidden_size != teacher_dim:
-        # A student that was trained before keeps its map to the teacher's dimension.
-        trained = [module for module in start.children() if isinstance(module, modules.Dense)]
-        if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
-            parts.append(trained[0])
-        else:
-            # An orthogonal map without a bias preserves the lengths and angles of embeddings.
-            dense = modules.Dense(
-                hidden_size, teacher_dim, bias=False, activation_function=torch.nn.Identity()
-            )
-            torch.nn.init.orthogonal_(dense.linear.weight)
-            parts.append(dense)
+    # A student that was trained before keeps its map to the teacher's dimension.
+    trained = [module for module in start.children() if isinstance(module, modules.Dense)]
+    if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
+        parts.append(trained[0])
+    elif hidden_size != teacher_dim:
+        # An orthogonal map without a bias preserves the lengths and angles of embeddings.
+        dense = modules.Dense(
+            hidden_size, teacher_dim, bias=False, activation_function=torch.nn.Identity()
+        )
+        torch.nn.init.orthogonal_(dense.linear.weight)
+        parts.append(dense)
     if any(isinstance(module, modules.Normalize) for module in teacher.children()):
         parts.append(modules.Normalize())
 
     student = SentenceTransformer(modules=parts, device="cpu")
+    # `loss.forward_in_groups` needs padding on the right, also if the teacher pads on the left.
+    student.tokenizer.padding_side = "right"
     if options.embeddings_from_teacher:
         _check_embeddings(student, teacher, teacher_dim)
     if options.freeze_embeddings:
@@ -96,10 +98,11 @@ def _encoder(model: SentenceTransformer) -> Any:
 
 def _load_start(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
     """Load the NeoBERT that the student starts from."""
+    # "mean" is the default of the option, so it must not conflict with the pooling of the model.
     student = load_sentence_transformer(
         str(model.init_from),
         max_length=options.max_length,
-        pooling=options.pooling,
+        pooling=None if options.pooling == "mean" else options.pooling,
         trust_remote_code=model.trust_remote_code,
     )
     model_type = _encoder(student).config.model_type
@@ -204,7 +207,8 @@ def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransform
     """Check that the hidden states of both models can be compared token by token.
 
     Raises:
-        UserError: If the models have different vocabularies or hidden sizes.
+        UserError: If the models have different vocabularies or hidden sizes, or the teacher has
+            fewer positions than the student.
     """
     expected = _encoder(teacher).config.hidden_size
     has_other_size = _encoder(student).config.hidden_size != expected
@@ -213,6 +217,15 @@ def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransform
             "`hidden_state_weight` needs a student with the teacher's vocabulary and hidden_size "
             f"({expected}). Change the model_config of the student, or pass "
             "--hidden-state-weight 0."
+        )
+
+    # The teacher runs on the tokens of the student, which may be more than it has positions.
+    length = student.max_seq_length
+    limit = teacher.max_seq_length
+    if limit is not None and (length is None or length > limit):
+        raise UserError(
+            f"`max_length` must be at most {limit}, the number of positions of the teacher, for "
+            f"--hidden-state-weight, got {length}. Pass --max-length {limit}."
         )
 
 

@@ -256,7 +256,9 @@ def initialize_blocks(
     """
     # `stream` contains hidden states of the student, `before` and `after` those of the teacher.
     with torch.no_grad():
-        student.encoder.weight.copy_(teacher.token_table().to(storage).float())
+        # The embeddings of a teacher may have more rows than its tokenizer has tokens.
+        table = teacher.token_table()[: len(student.encoder.weight)]
+        student.encoder.weight.copy_(table.to(storage).float())
         stream = [student.encoder(token_ids) for token_ids in batches]
         before = [teacher.embed(token_ids) for token_ids in batches]
 

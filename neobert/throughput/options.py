@@ -264,7 +264,20 @@ class Plan:
 
         for name in values["sets"]:
             check_set(name, values["texts"])
-        return cls(**values)
+        if values["tokenizer"] is not None and values["texts"] is None:
+            raise UserError(
+                f"`--tokenizer` requires --texts, got {values['tokenizer']} without a file. Add "
+                "--texts, or omit --tokenizer."
+            )
+
+        plan = cls(**values)
+        if not plan.pairs():
+            raise UserError(
+                f"`--models` must contain neobert for the implementations "
+                f"{' and '.join(plan.implementations)}, got {', '.join(plan.models)}. Add neobert, "
+                "or another implementation."
+            )
+        return plan
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the (model, implementation) pairs to measure."""

@@ -52,6 +52,7 @@ from neobert.distillation.loss import (
     memory_bank_loss,
     similarity_loss,
 )
+from neobert.distillation.model_card import write_card
 from neobert.distillation.options import (
     DataOptions,
     DistillOptions,
@@ -61,19 +62,21 @@ from neobert.distillation.options import (
 )
 from neobert.distillation.student import (
     build_student,
+    check_hidden_states,
     embed_single_tokens,
     fit_token_embeddings,
     save_student,
     starts_from_teacher,
     take_embeddings,
 )
-from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from neobert.quantization import smoothing
 from neobert.training.checkpoints import remove_checkpoints
 
 
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 NARROW = {**STUDENT, "hidden_size": 16}
+METRICS = ("cosine", "spearman")
 COLORS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 TEXTS = [
@@ -247,6 +250,21 @@ def test_losses_are_scaled_by_their_weights():
     assert is_own_text.sum(1).tolist() == [1, 1, 1, 1]
     expected = 4 * memory_bank_loss(student, teacher, bank, 0.1, is_own_text)
     torch.testing.assert_close(losses["memory_bank"], expected)
+
+
+def test_losses_of_one_text_and_a_memory_bank_of_one_text():
+    """A batch of one text has no similarities within the batch."""
+
+    class Student(torch.nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": unit(1, 8)}
+
+    embeddings = np.float16(unit(5, 8))
+    loss = DistillLoss(Student(), LossOptions(memory_bank_size=1), embeddings)
+    losses = loss([{}], torch.tensor([3]))
+    assert losses["similarity"] == 0
+    assert all(torch.isfinite(value) for value in losses.values())
+    assert loss.bank.shape == (1, 8)
 
 
 def test_hidden_state_loss_is_relative_error_without_padding():
@@ -454,6 +472,42 @@ def test_texts_are_deduplicated_and_split_by_hash(tmp_path):
     )
 
 
+def test_validation_texts_have_no_copies_of_training_texts(tmp_path, caplog):
+    """Copies with other capital letters and spaces are removed, and an empty set is reported."""
+    (tmp_path / "train.txt").write_text("\n".join(f"text number {i}" for i in range(20)))
+    (tmp_path / "chat.txt").write_text("Text  NUMBER 5\nText number 7\none\ntwo\nthree\n")
+    (tmp_path / "copies.txt").write_text("Text number 5\nfour\n")
+    sources = [
+        TextSource.from_entry(str(tmp_path / f"{name}.txt")) for name in ("train", "chat", "copies")
+    ]
+
+    texts = read_texts(sources[:1], sources[1:], 20, 1000)
+    assert set(texts.other["chat"]) == {"one", "two", "three"}
+    assert "chat" in texts.evaluated and "copies" not in texts.evaluated
+    assert "copies.txt is not evaluated: it has 1 texts" in caplog.text
+    assert "chat.txt" not in caplog.text
+
+
+def test_the_card_names_evaluated_texts_only(tmp_path, teacher, files):
+    """Validation texts that are too few for an evaluation are not in the model card."""
+    metrics = {f"{name}_{key}": 0.5 for name in ("validation", "birds") for key in METRICS}
+    result = {
+        "comparison": {"teacher": metrics, "start": metrics, "student": metrics},
+        "texts": {"train": 50, "validation": 10},
+        "teacher_layers": [],
+        "steps": 1,
+        "epochs": 1.0,
+        "warning": None,
+    }
+    environment = {"commit": None, "hardware": "a CPU", "threads": 1, "date": "today"}
+    options = DistillOptions(ModelOptions(teacher, str(tmp_path)), DataOptions([files[0]]))
+    birds = TextSource.from_entry(files[1])
+
+    sources = [birds, replace(birds, name="copies")]
+    write_card(tmp_path, options, [birds], sources, result, environment)
+    assert "not trained on: birds. `start`" in (tmp_path / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     "names", [("a/chat.txt", "b/chat.txt"), ("train.txt",), ("validation.txt",)]
 )
@@ -536,6 +590,12 @@ def test_teacher_embeddings_resume_after_interruption(tmp_path, monkeypatch):
     assert embeddings.tolist() == [[i, 1] for i in range(1, 26)]
     # A teacher that must not encode any text shows that all embeddings are read from the file.
     assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
+
+    # The file of embeddings may be deleted without the one of the progress.
+    expected = embeddings.tolist()
+    del embeddings
+    path.unlink()
+    assert teacher_embeddings(path, texts, CountingTeacher()).tolist() == expected
 
 
 def test_space_of_teacher_embeddings_is_reserved(tmp_path, monkeypatch):
@@ -675,9 +735,53 @@ def test_narrow_student_keeps_its_projection(teacher, tmp_path):
     texts = ["a cat", "two dogs"]
     np.testing.assert_allclose(again.encode(texts), first.encode(texts), atol=1e-5)
 
+    # A map is kept if the hidden size equals the embedding dimension, too.
+    square = modules.Dense(16, 16, bias=False, activation_function=torch.nn.Identity())
+    SentenceTransformer(modules=[first[0], first[1], square]).save_pretrained(str(tmp_path / "sq"))
+    start_square = {"model_config": {}, "init_from": str(tmp_path / "sq")}
+    again = build_student(*options_for(teacher, **start_square), encoder, 16)
+    torch.testing.assert_close(again[2].linear.weight, square.linear.weight)
+
     # A teacher with another embedding dimension needs a new map.
     wider = build_student(*options_for(teacher, **start), encoder, 48)
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "the map of another size was reused"
+
+
+def test_a_student_keeps_its_pooling(teacher, tmp_path):
+    """`--init-from` keeps [CLS] pooling without `--pooling`, and refuses another explicit one."""
+    encoder = SentenceTransformer(teacher, device="cpu")
+    for pooling in ("cls", "mean"):
+        first = build_student(*options_for(teacher, pooling=pooling), encoder, 32)
+        (tmp_path / pooling).mkdir()
+        save_student(first, tmp_path / pooling, "float32", "float32")
+
+    start = {"model_config": {}, "init_from": str(tmp_path / "cls")}
+    again = build_student(*options_for(teacher, **start), encoder, 32)
+    assert again[1].pooling_mode == "cls"
+
+    start["init_from"] = str(tmp_path / "mean")
+    with pytest.raises(UserError, match="`pooling` must be mean"):
+        build_student(*options_for(teacher, **start, pooling="cls"), encoder, 32)
+
+
+def test_hidden_states_need_the_positions_of_the_teacher(teacher):
+    """A student of longer texts than its teacher has positions cannot learn its hidden states."""
+    encoder = load_sentence_transformer(teacher, max_length=100)
+    student = build_student(*options_for(teacher, max_length=100), encoder, 32)
+    with pytest.raises(UserError, match="`max_length` must be at most 64, .* got 100"):
+        check_hidden_states(student, encoder)
+
+    student.max_seq_length = 64
+    check_hidden_states(student, encoder)
+
+
+def test_the_student_pads_on_the_right(teacher):
+    """Groups of texts are truncated on the right, so padding on the left would replace tokens."""
+    encoder = load_sentence_transformer(teacher, max_length=32)
+    encoder.tokenizer.padding_side = "left"
+    student = build_student(*options_for(teacher), encoder, 32)
+    features = student.preprocess(["a cat", "a cat with two dogs and a bird"])
+    assert features["attention_mask"][0].tolist() == [1] * 4 + [0] * 6
 
 
 def test_single_token_embeddings_include_special_tokens(teacher):

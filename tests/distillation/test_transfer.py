@@ -393,6 +393,15 @@ def test_initialization_with_other_feed_forward_sizes(inner):
     assert cosine.mean() > (0.6 if inner > 24 else 0.5)
 
 
+def test_teacher_with_more_embeddings_than_tokens():
+    """The embeddings of a teacher may be padded to a multiple of 64 rows."""
+    layers = TeacherLayers(encoder_of(bert(vocab_size=256)), [0])
+    student_model = student(1)
+    initialize_blocks(student_model, layers, token_batches(2), 0)
+    expected = layers.token_table()[:200]
+    torch.testing.assert_close(student_model.encoder.weight, expected)
+
+
 def test_stored_embeddings_are_rounded_before_the_blocks_are_fitted():
     """The blocks are fitted on the embeddings that the saved student will have."""
     layers = TeacherLayers(encoder_of(bert()), [0])

@@ -128,6 +128,23 @@ def test_invalid_options_are_reported(argv, words, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "argv,words",
+    (
+        ("--tokenizer x", "`--tokenizer` requires --texts, got x"),
+        (
+            "--models bert-base --implementations padded published",
+            "must contain neobert for the implementations padded and published, got bert-base",
+        ),
+    ),
+)
+def test_options_without_effect_are_reported(argv, words):
+    """A tokenizer without texts, and models without an implementation, raise an error."""
+    options = OPTIONS["throughput"].read(["--output", "out", "--device", "cpu", *argv.split()])
+    with pytest.raises(UserError, match=words):
+        Plan.from_options(options)
+
+
 # ------------------------------------------------------------------------------------------------
 # measurement
 
