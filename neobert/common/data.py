@@ -358,8 +358,7 @@ def _checked(
     # Values of csv files are always text, those of jsonl and parquet may be numbers or null.
     for name in texts:
         if not isinstance(row[name], str):
-            value = shortened(json.dumps(row[name], default=str), 60)
-            raise ValueError(f"{name!r} must be text, got {value}")
+            raise ValueError(not_text(name, row[name]))
         row[name] = replace_surrogates(row[name])
     for name in optional:
         if isinstance(row.get(name), str):
@@ -367,6 +366,11 @@ def _checked(
     if columns is None:
         return row
     return {name: row[name] for name in (*columns, *optional) if name in row}
+
+
+def not_text(column: str, value: Any) -> str:
+    """Return the message about a value that is not text, without a full stop."""
+    return f"{column!r} must be text, got {shortened(json.dumps(value, default=str), 60)}"
 
 
 def _unchanged(row: dict[str, Any]) -> dict[str, Any]:
@@ -474,8 +478,9 @@ def _parquet_rows(
 ) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a parquet file. A row group without a wanted row is yielded as None."""
     with _parquet(file) as table:
-        # The check of the rows reports missing columns.
         available = table.schema_arrow.names
+        _check_header(file, available)
+        # The check of the rows reports missing columns.
         names = None
         if columns is not None and {*columns} <= {*available}:
             names = [*columns, *(name for name in optional if name in available)]

@@ -147,6 +147,29 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _UniqueKeyLoader(_Loader):
+    """YAML loader that rejects a key that occurs twice in a mapping. PyYAML uses the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping, and check its keys before merge keys (<<) are expanded.
+
+        Raises:
+            UserError: If a key occurs twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
+                raise UserError(
+                    f"every key of a mapping must be unique, got {key.value!r} again in line "
+                    f"{key.start_mark.line + 1}"
+                )
+            keys.add(key.value)
+        return node
+
+
 def read_yaml(path: str | Path) -> Any:
     """Return the content of a YAML file with its references resolved.
 
@@ -155,12 +178,12 @@ def read_yaml(path: str | Path) -> Any:
         None.
 
     Raises:
-        UserError: If the file does not exist, is not valid YAML, or has more than `MAX_VALUES`
-            values.
+        UserError: If the file does not exist, is not valid YAML, has a key twice in a mapping, or
+            has more than `MAX_VALUES` values.
     """
     text = read_text(path)
     try:
-        data = parse_yaml(text)
+        data = yaml.load(text, _UniqueKeyLoader)
         return _resolved(data, data, itertools.count(1))
     # Besides the errors of PyYAML there are those of int(), of dates, and of deep recursion.
     except Exception as error:

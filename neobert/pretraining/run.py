@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..common.constants import TOKENIZER
 from ..common.data import check_not_matched
-from ..common.errors import UserError
+from ..common.errors import UserError, listed
 from ..common.folders import check_disjoint
 from ..common.identity import tokenizer_fingerprint
 from ..common.loading import load_tokenizer
@@ -22,10 +22,15 @@ from .model import read_config, start_fingerprint, weights_folder, without_vocab
 from .options import OPTIONS, BatchOptions, MaskingOptions, PretrainOptions
 from .plans import Plan
 from .prepared import TokenizedTexts, load_prepared, prepare_dataset
-from .schedule import adaptation_learning_rate, make_training_arguments, steps_of_epochs
+from .schedule import (
+    adaptation_learning_rate,
+    make_training_arguments,
+    steps_of_epochs,
+    token_shares,
+)
 from .sources import Source, load_rows, parse_sources, shares_of, source_digest
 from .streaming import StreamedBatches
-from .validation import check_validation_sets, parse_validation
+from .validation import METRICS, check_validation_sets, metric_name, parse_validation
 
 
 logger = logging.getLogger("neobert.pretraining")
@@ -155,6 +160,24 @@ def check_run(run: PretrainingRun) -> None:
             if source.kind == "files":
                 check_not_matched(source.name, *outputs)
     check_validation_sets(run.validation, run.sources)
+    _check_best_metric(run)
+
+
+def _check_best_metric(run: PretrainingRun) -> None:
+    """Check that the evaluation computes the metric that selects the best checkpoint.
+
+    Raises:
+        UserError: If it does not. Trainer would fail at the first evaluation.
+    """
+    metric = run.training.metric_for_best_model
+    if metric is None or run.training.eval_strategy == "no":
+        return
+    known = [metric_name(name, metric) for name in run.validation for metric in METRICS]
+    if f"eval_{metric.removeprefix('eval_')}" not in known:
+        raise UserError(
+            f"`metric_for_best_model` must be one of {listed(known)}, got {metric}. Set one of "
+            "these metrics."
+        )
 
 
 def check_texts(run: PretrainingRun) -> None:
@@ -303,6 +326,9 @@ def _steps_of_epochs(
     else:
         micro_batch = batch.micro_batch_tokens
         sizes = [int(part.lengths(np.arange(len(part))).sum()) for part in windows]
+        # The sampling weights are fractions of the windows, and the sizes are in tokens.
+        if shares:
+            shares = token_shares(shares, sizes, [len(part) for part in windows])
     return steps_of_epochs(epochs, sizes, shares, micro_batch * micro_batches_per_step)
 
 

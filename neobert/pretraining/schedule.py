@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
         UserError: If options of Trainer are invalid or cannot be combined.
     """
     settings = dict(options.trainer)
+    _check_strategies(settings)
     max_steps = options.optimization.max_steps
     settings["max_steps"] = max_steps
     settings["bf16"] = _use_bf16(options)
@@ -70,6 +71,11 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     if accumulation is not None:
         fixed["gradient_accumulation_steps"] = accumulation
 
+    # Trainer takes every metric whose name does not end with "loss" for one to maximize.
+    metric = str(settings.get("metric_for_best_model"))
+    if metric.endswith("bits_per_character") and settings.get("greater_is_better") is None:
+        settings["greater_is_better"] = False
+
     # Pinned memory speeds up copies to an accelerator, and torch warns about it without one.
     settings.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
     training = training_arguments(options.output.output, settings, fixed)
@@ -81,6 +87,26 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
             "or omit --eval-strategy."
         )
     return training
+
+
+def _check_strategies(settings: Mapping[str, Any]) -> None:
+    """Check that a run is not evaluated, saved or logged by epochs.
+
+    The complete run is a single epoch of Trainer, so a run would save no checkpoint before its end.
+
+    Args:
+        settings: Options of Trainer.
+
+    Raises:
+        UserError: If a strategy is "epoch".
+    """
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if settings.get(name) == "epoch":
+            interval = f"{name.removesuffix('_strategy')}_steps"
+            raise UserError(
+                f"`{name}` must not be epoch, because Trainer counts the complete run as one "
+                f"epoch. Set it to steps, and the interval with `{interval}`."
+            )
 
 
 def _use_bf16(options: PretrainOptions) -> bool:
@@ -173,7 +199,7 @@ def steps_of_epochs(
     Args:
         epochs: Number of epochs. An epoch of weighted sources ends when the first source does.
         sizes: Size of each source, in the unit of `global_batch_size`.
-        shares: Sampling weights of the sources, which sum to 1; empty without weights.
+        shares: Fraction of each source, in the same unit; empty without weights.
         global_batch_size: Sequences or tokens per optimizer step over all devices.
     """
     epoch: float = sum(sizes)
@@ -181,3 +207,19 @@ def steps_of_epochs(
         # A source is exhausted after size / share units of the mixture.
         epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
     return max(1, math.ceil(epochs * epoch / global_batch_size))
+
+
+def token_shares(
+    shares: Sequence[float], token_counts: Sequence[int], window_counts: Sequence[int]
+) -> list[float]:
+    """Return the fraction of each source in the tokens of a run.
+
+    Args:
+        shares: Fraction of each source in the windows of the run, which sum to 1.
+        token_counts: Number of tokens of each source.
+        window_counts: Number of windows of each source.
+    """
+    # A source of longer windows has a larger fraction of the tokens.
+    counts = zip(shares, token_counts, window_counts, strict=True)
+    weights = [share * tokens / windows for share, tokens, windows in counts]
+    return [weight / sum(weights) for weight in weights]

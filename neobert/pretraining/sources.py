@@ -22,7 +22,15 @@ from datasets import (
     load_from_disk,
 )
 
-from ..common.data import File, file_format, files, is_glob, numbered_rows
+from ..common.data import (
+    File,
+    file_format,
+    files,
+    is_glob,
+    not_text,
+    numbered_rows,
+    replace_surrogates,
+)
 from ..common.errors import UserError, one_line
 from ..common.options import convert
 
@@ -103,45 +111,50 @@ def parse_sources(
     dataset: Any,
     split: str = "train",
     column: str = "text",
+    option: str = "dataset",
 ) -> tuple[Source, ...]:
-    """Return the sources of the option `dataset`.
+    """Return the sources of the option `dataset`, or of another option of the same form.
 
     Args:
         dataset: Name, mapping with the keys name, weight, split and column, or a list of names and
             mappings. The name of a Hub dataset may be "name:subset@revision".
         split: Split of sources that do not specify one.
         column: Column of sources that do not specify one.
+        option: Name of the option in messages.
 
     Raises:
-        UserError: If an entry has no name or other keys, or if the weights are not valid.
+        UserError: If there is no entry, an entry has no name or other keys, or the weights are not
+            valid.
     """
     entries = dataset if isinstance(dataset, (list, tuple)) else [dataset]
-    sources = [_parse_entry(entry, split, column) for entry in entries]
+    if not entries:
+        raise UserError(f"`{option}` must contain at least one source, got an empty list.")
+    sources = [_parse_entry(entry, split, column, option) for entry in entries]
 
     weights = [source.weight for source in sources if source.weight is not None]
     are_valid = all(0 < weight < math.inf for weight in weights)
     if weights and (len(weights) < len(sources) or not are_valid):
         raise UserError(
-            "every source of `dataset` must have a weight greater than 0, or none must have a "
+            f"every source of `{option}` must have a weight greater than 0, or none must have a "
             f"weight, got {[source.weight for source in sources]}."
         )
     # A single source needs no sampling.
     return tuple(sources if len(sources) > 1 else [replace(sources[0], weight=None)])
 
 
-def _parse_entry(entry: str | dict[str, Any], split: str, column: str) -> Source:
-    """Return the source of an entry of `dataset`."""
+def _parse_entry(entry: str | dict[str, Any], split: str, column: str, option: str) -> Source:
+    """Return the source of an entry of an option such as `dataset`."""
     fields: dict[str, Any] = {"split": split, "column": column}
     fields |= convert(
         entry if isinstance(entry, dict) else {"name": entry},
         _ENTRY,
-        " in `dataset`",
+        f" in `{option}`",
         known=f"The keys are {', '.join(_ENTRY)}.",
     )
 
     name = fields.pop("name", "").strip()
     if not name:
-        raise UserError("every entry of `dataset` must have a name. Pass a Hub name or a path.")
+        raise UserError(f"every entry of `{option}` must have a name. Pass a Hub name or a path.")
 
     # A shell expands ~ only at the start of a word, and not in a recipe.
     name = os.path.expanduser(name)
@@ -242,10 +255,20 @@ def _open_dataset(source: Source) -> IterableDataset:
 
 
 def _text_rows(files: Iterable[File], column: str) -> Iterator[dict[str, Any]]:
-    """Yield {"text": text} for each row."""
+    """Yield {"text": text} for each row. The text of an empty cell is None, as in Hub datasets.
+
+    Raises:
+        UserError: If a file is damaged, lacks the column, or contains another value than text.
+    """
     for file in files:
-        for _, row in numbered_rows(file, [column], [column]):
-            yield {"text": row[column] if row is not None else None}
+        for number, row in numbered_rows(file, [column]):
+            text = row[column]
+            if text is None:
+                yield {"text": None}
+            elif isinstance(text, str):
+                yield {"text": replace_surrogates(text)}
+            else:
+                raise UserError(f"{file.url}, row {number + 1:,}: {not_text(column, text)}.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -276,9 +299,14 @@ def source_key(sources: Sequence[Source]) -> dict[str, Any]:
         "content": content_hash(paths) if paths else None,
         "urls": urls or None,
         "hub": hub or None,
-        "split": ", ".join(dict.fromkeys(source.split for source in sources)),
-        "column": ", ".join(dict.fromkeys(source.column for source in sources)),
+        "split": _joined([source.split for source in sources]),
+        "column": _joined([source.column for source in sources]),
     }
+
+
+def _joined(values: Sequence[str]) -> str:
+    """Return one value per source as text; a value that all sources share is written once."""
+    return values[0] if len(set(values)) == 1 else ", ".join(values)
 
 
 def source_digest(sources: Sequence[Source]) -> str:

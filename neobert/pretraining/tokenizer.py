@@ -70,7 +70,7 @@ def train_tokenizer(options: TokenizerOptions) -> str:
             `extend` is not a WordPiece tokenizer, or the output exists.
     """
     data = options.data
-    sources = parse_sources(data.texts, data.split, data.column)
+    sources = parse_sources(data.texts, data.split, data.column, "texts")
     # Report unusable paths before the texts are read, which may take long.
     check_new(data.output)
     check_disjoint(data.output, *(path for source in sources for path in source.paths))
@@ -195,9 +195,13 @@ def count_words(
         if character_count >= max_characters:
             break
 
+    # A tokenizer that is extended may have no normalizer or no pre-tokenizer.
     words: Counter[str] = Counter()
     for chunk, count in chunks.items():
-        normalized = backend.normalizer.normalize_str(chunk)
+        normalized = backend.normalizer.normalize_str(chunk) if backend.normalizer else chunk
+        if backend.pre_tokenizer is None:
+            words[normalized] += count
+            continue
         for word, _ in backend.pre_tokenizer.pre_tokenize_str(normalized):
             words[word] += count
     return words, validation_texts

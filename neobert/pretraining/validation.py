@@ -29,8 +29,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..common.errors import UserError
 from ..common.loading import vocabulary_size
 from .batches import MicroBatches
-from .sources import Source, parse_sources
+from .sources import Source, parse_sources, shares_of
 
+
+# Metrics of every evaluation that may select the best checkpoint.
+METRICS = ("loss", "masked_accuracy", "bits_per_character")
 
 # Bytes of the characters in the alphabet of byte-level tokenizers.
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -55,12 +58,22 @@ def parse_validation(
         column: Column of sources that do not specify one.
 
     Raises:
-        UserError: As in `parse_sources`.
+        UserError: If a source has a sampling weight, or as in `parse_sources`.
     """
     if validation is None:
         return {}
     sets = validation if isinstance(validation, dict) else {"": validation}
-    return {name: parse_sources(dataset, split, column) for name, dataset in sets.items()}
+    sources = {}
+    for name, dataset in sets.items():
+        sources[name] = parse_sources(dataset, split, column, "validation")
+        # All texts of a validation set are evaluated once, so weights would have no effect.
+        if shares_of(sources[name]):
+            raise UserError(
+                "the sources of `validation` must not have weights, because all of their texts are "
+                "evaluated. Remove the weights, or name each source as a validation set: {a: "
+                "a.jsonl, b: b.jsonl}."
+            )
+    return sources
 
 
 def check_validation_sets(

@@ -39,6 +39,11 @@ _BOUNDS = {
     "seed": Annotated[int, Meta(ge=0, lt=2**32)],
     "data_seed": Annotated[int, Meta(ge=0, lt=2**32)] | None,
     "warmup_ratio": Annotated[float, Meta(ge=0, lt=1)],
+    "weight_decay": Annotated[float, Meta(ge=0)],
+    "adam_beta1": Annotated[float, Meta(ge=0, lt=1)],
+    "adam_beta2": Annotated[float, Meta(ge=0, lt=1)],
+    "adam_epsilon": Annotated[float, Meta(ge=0)],
+    "dataloader_num_workers": Annotated[int, Meta(ge=0)],
 }
 
 

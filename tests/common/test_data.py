@@ -207,6 +207,15 @@ def test_invalid_file_is_reported(tmp_path, name, content, sentence):
         list(rows(tmp_path / name, ["text"], ["text"]))
 
 
+def test_parquet_columns_of_the_same_name_are_refused(tmp_path):
+    """Check the error about a parquet file with two columns of one name, of which one is lost."""
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for columns in (None, ["text"]):
+        with pytest.raises(UserError, match="a.parquet must have different names, got 'text' 2"):
+            list(rows(tmp_path / "a.parquet", columns))
+
+
 def test_missing_files_protocols_and_columns(tmp_path):
     """Check the errors about a missing file, protocol or column, and about mixed formats."""
     with pytest.raises(UserError, match="there is no file of rows .*nothing.jsonl"):

@@ -79,8 +79,9 @@ def test_only_a_complete_scalar_is_a_float(tmp_path, scalar, value):
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: 1\n---\nb: 2", "single document"),
         (b"\xff\xfea", "cannot be read .*decode"),
+        ("b: 1\na: {x: 1,\n  x: 2}", "must be unique, got 'x' again in line 3"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_invalid_file_is_reported(tmp_path, text, message):
     """Check that an invalid or malicious file raises a short error of one line."""

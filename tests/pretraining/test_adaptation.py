@@ -6,6 +6,7 @@ the defaults that depend on the model, the texts and the device.
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -243,6 +244,26 @@ def test_run_ends_at_the_lower_of_max_steps_and_epochs(corpus, tmp_path):
 
     with pytest.raises(UserError, match="`num_train_epochs` needs prepared text"):
         steps(num_train_epochs=2, streaming="true")
+
+
+def test_epochs_of_weighted_sources_of_different_lengths(tmp_path):
+    """Check that an epoch reads every text once if both sources have as many texts as their weight.
+
+    The texts of the sources have 4 and 12 tokens, and a micro-batch has at most 256 tokens.
+    """
+    for name, words in (("short", 2), ("long", 10)):
+        (tmp_path / f"{name}.txt").write_text(f"{'the ' * words}\n" * 200)
+    sources = [{"name": str(tmp_path / f"{name}.txt"), "weight": 1} for name in ("short", "long")]
+    arguments = arguments_of(
+        tmp_path,
+        tmp_path / "out",
+        dataset=json.dumps(sources),
+        num_train_epochs=1,
+        max_steps=10_000,
+    )
+    tokenizer = load_tokenizer(str(ROOT / "tokenizer"))
+    run = resolve_options(pretrain.read_run(arguments), None, tokenizer)
+    assert run.training.max_steps == math.ceil(200 * (4 + 12) / 256)
 
 
 def test_evaluation_without_validation_texts_is_refused(corpus, tmp_path):

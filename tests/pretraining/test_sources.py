@@ -144,6 +144,31 @@ def test_invalid_sources_are_reported(tmp_path, tokenizer, name):
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
+def test_empty_cells_of_files_are_ignored(tmp_path, tokenizer):
+    """Check that an empty cell of a file is an empty text, like that of a saved dataset."""
+    texts = Dataset.from_dict({"text": ["a river", None, "green stone"]})
+    texts.to_parquet(str(tmp_path / "a.parquet"))
+    texts.to_json(str(tmp_path / "a.jsonl"))
+    texts.save_to_disk(tmp_path / "saved")
+    for name in ("a.parquet", "a.jsonl", "saved"):
+        summary = prepare(str(tmp_path / name), tmp_path / f"prepared-{name}", tokenizer)
+        assert (summary["rows"], summary["kept"]) == (3, 2), name
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "`texts` must contain at least one source, got an empty list"),
+        ([{"column": "a"}], "every entry of `texts` must have a name"),
+        ([{"name": "a", "size": 1}], "unknown key 'size' in `texts`"),
+    ],
+)
+def test_invalid_lists_of_sources_are_reported(dataset, message):
+    """Check that the error contains the name of the option."""
+    with pytest.raises(UserError, match=message):
+        parse_sources(dataset, option="texts")
+
+
 @pytest.mark.parametrize("values", [[1, 2], [["a"], ["b"]]])
 def test_a_column_of_a_saved_dataset_must_contain_text(tmp_path, values):
     """Check the message about a column of numbers or lists."""
@@ -191,6 +216,25 @@ def test_source_is_identified_by_content_and_not_by_path(tmp_path):
         )
         assert one == copy, f"a copy of {name} must be the same source"
         assert one != other, f"{name} with other text must be another source"
+
+
+def test_the_column_of_every_source_identifies_the_sources(tmp_path):
+    """Check that the digest changes with the column of one source of several.
+
+    The set of all columns remains the same.
+    """
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "river", "title": "stone"}\n')
+
+    def digest(*columns):
+        names = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+        entries = zip(names, columns, strict=True)
+        return source_digest(
+            parse_sources([{"name": name, "column": column} for name, column in entries])
+        )
+
+    assert digest("text", "title", "text") == digest("text", "title", "text")
+    assert digest("text", "title", "text") != digest("text", "title", "title")
 
 
 @pytest.mark.parametrize("block", range(16))

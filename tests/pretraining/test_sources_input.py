@@ -61,6 +61,11 @@ BAD = [
         "must be at most 1, got",
     ),
     ({"eval_strategy": "steps"}, "there are no validation texts"),
+    ({"save_strategy": "epoch"}, "`save_strategy` must not be epoch, because Trainer counts"),
+    (
+        {"eval_strategy": "epoch", "validation": "{corpus}/validation.txt"},
+        "Set it to steps, and the interval with `eval_steps`",
+    ),
     ({"output": "{corpus}/train.txt"}, "must not contain each other"),
     ({"init_from": "{corpus}/raw"}, "must contain a checkpoint: model.safetensors"),
     ({"max_length": 2, "streaming": "true"}, "`--max-length` must be an integer, at least 3"),

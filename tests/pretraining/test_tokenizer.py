@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 from helpers.pretrain_runs import save_bpe
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from neobert import cli
@@ -198,6 +198,26 @@ def test_a_tokenizer_with_gaps_in_its_ids_is_not_extended():
     # The tables over the ids of the tokenizer have a row for the last token.
     assert TokenMasking(base).is_ordinary.tolist() == [False] * 5 + [False, True, True]
     assert token_characters(base).tolist() == [0] * 5 + [0, 1, 1]
+
+
+@pytest.mark.parametrize("has_pre_tokenizer", [True, False])
+def test_a_tokenizer_without_normalizer_is_extended(tmp_path, has_pre_tokenizer):
+    """Check that a tokenizer without a normalizer, or without a pre-tokenizer, can be extended."""
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [*special_tokens, "a", "##a"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    if has_pre_tokenizer:
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    roles = {f"{name.strip('[]').lower()}_token": name for name in special_tokens}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(tmp_path / "base")
+
+    (tmp_path / "texts.txt").write_text("Aab ab\n" * 60)
+    arguments = ("--output", tmp_path / "out", "--vocab-size", 64, "--extend", tmp_path / "base")
+    assert run(tmp_path / "texts.txt", *arguments) == 0
+    extended = load_tokenizer(tmp_path / "out").get_vocab()
+    assert extended.items() >= vocabulary.items()
+    assert {"A", "##b", "Aab", "ab"} <= extended.keys()
 
 
 def test_tokenizer_statistics(tokenizers):

@@ -30,6 +30,7 @@ from neobert.pretraining import command as pretrain
 from neobert.pretraining.batches import MicroBatches, TokenWindows, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchOptions
+from neobert.pretraining.run import check_run
 from neobert.pretraining.sources import parse_sources
 from neobert.pretraining.validation import (
     check_validation_sets,
@@ -248,7 +249,7 @@ BAD = [
     ("{domain: DIR/empty.txt}", "DIR/empty.txt"),
     ("{domain: DIR/train.txt}", "must not contain training texts"),
     ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is also in `dataset`"),
-    ("{domain: }", "`name` in `dataset` must be text, got None"),
+    ("{domain: }", "`name` in `validation` must be text, got None"),
 ]
 
 
@@ -262,6 +263,56 @@ def test_invalid_validation_sets_are_reported(corpus, tmp_path, capsys, sets, va
     error = capsys.readouterr().err
     assert exit_code == 2 and message in error and len(error.strip().split("\n")) == 1, error
     assert not list(out.glob("checkpoint-*")) and not (out / "result.json").exists()
+
+
+def test_weights_of_validation_sources_are_refused():
+    """Check that sampling weights, which an evaluation does not use, are refused."""
+    sources = [{"name": "a.jsonl", "weight": 1}, {"name": "b.jsonl", "weight": 2}]
+    for validation in (sources, {"mine": sources}):
+        with pytest.raises(UserError, match="sources of `validation` must not have weights"):
+            parse_validation(validation)
+    with pytest.raises(UserError, match="`validation` must contain at least one source"):
+        parse_validation({"mine": []})
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater_is_better"),
+    [("loss", False), ("eval_bits_per_character", False), ("masked_accuracy", True)],
+)
+def test_direction_of_the_metric_for_the_best_model(corpus, tmp_path, metric, greater_is_better):
+    """Check that the best checkpoint is the one with the fewest bits per character."""
+    arguments = arguments_of(
+        corpus,
+        tmp_path,
+        validation=corpus / "validation.txt",
+        eval_strategy="steps",
+        metric_for_best_model=metric,
+    )
+    run = pretrain.read_run(arguments)
+    check_run(run)
+    assert run.training.greater_is_better is greater_is_better
+
+    # The value of the user takes precedence.
+    opposite = str(not greater_is_better).lower()
+    run = pretrain.read_run([*arguments, "--greater-is-better", opposite])
+    assert run.training.greater_is_better is not greater_is_better
+
+
+def test_unknown_metric_for_the_best_model_is_refused(corpus, tmp_path):
+    """Check that a metric which the evaluation does not compute is refused before training.
+
+    The metrics of a named validation set contain its name.
+    """
+
+    def check(metric):
+        overrides = {"validation": f"{{mine: {corpus / 'validation.txt'}}}"}
+        overrides |= {"eval_strategy": "steps", "metric_for_best_model": metric}
+        check_run(pretrain.read_run(arguments_of(corpus, tmp_path, **overrides)))
+
+    check("mine_loss")
+    check("eval_mine_bits_per_character")
+    with pytest.raises(UserError, match="must be one of eval_mine_loss, eval_mine_.*, got loss"):
+        check("loss")
 
 
 def test_validation_link_to_a_training_file_is_rejected(tmp_path):

@@ -167,6 +167,9 @@ def test_command_line_accepts_a_fraction_with_the_types_of_transformers_4(monkey
         ({"logging_nan_inf_filter": True}, "`logging_nan_inf_filter` is set to False by this"),
         ({"warmup_ratio": 1.0}, "`warmup_ratio` must be a number, at least 0"),
         ({"max_steps": 0}, "`max_steps` must be at least 1, or -1 to train for"),
+        ({"adam_beta2": 1.0}, "`adam_beta2` must be a number, at least 0 and less than 1, got 1.0"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be a number, at least 0, got -0.1"),
+        ({"dataloader_num_workers": -1}, "`dataloader_num_workers` must be an integer, at least 0"),
     ],
 )
 def test_invalid_trainer_options_are_rejected(tmp_path, options, words):
