@@ -5,8 +5,9 @@ tokens, never truncated) and `prepared.json` (source, tokenizer and counts). The
 complete or not at all.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,9 @@ def prepare_dataset(
     text_count = 0
     token_count = 0
 
-    # The tokenizers library warns if a process forks after it has used several threads, so they are
-    # enabled for the time of this loop alone.
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     with (
         new_folder(path) as folder,
+        _tokenizer_threads(),
         tqdm(desc=f"tokenizing {key['dataset']}", unit=" rows") as progress,
         pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
     ):
@@ -138,8 +137,22 @@ def prepare_dataset(
             "tokens": token_count + 2 * text_count,
         }
         write_json(folder / "prepared.json", summary)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return summary
+
+
+@contextlib.contextmanager
+def _tokenizer_threads() -> Iterator[None]:
+    """Let the tokenizers library use several threads in this context.
+
+    A process that forks while they are enabled, such as a DataLoader with workers, would wait
+    forever for threads that do not exist in its child. They are therefore disabled again, also
+    after an error.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def load_prepared(path: str | Path) -> TokenizedTexts:

@@ -5,6 +5,7 @@ prepared texts, which belong to their source and tokenizer.
 """
 
 import json
+import os
 
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
@@ -142,6 +143,8 @@ def test_invalid_sources_are_reported(tmp_path, tokenizer, name):
     with pytest.raises(UserError, match=BAD[name]) as error:
         prepare(str(tmp_path / name), tmp_path / "out", tokenizer)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    # Processes that fork later must not wait for threads of the tokenizer.
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_empty_cells_of_files_are_ignored(tmp_path, tokenizer):
