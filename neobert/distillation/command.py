@@ -203,11 +203,13 @@ def run_identity(
         if not name.startswith("eval_"):
             settings[name] = value
     init_from = options.model.init_from
+    validation_file = options.data.validation_file
     return settings | {
         "teacher": model_fingerprint(options.model.teacher),
         "init_from": init_from and model_fingerprint(init_from),
         "texts": [_source_identity(source) for source in sources],
         "validation_texts": [_source_identity(source) for source in validation_sources],
+        "validation_file": validation_file and files_digest([validation_file]),
         "processes": processes,
     }
 

@@ -667,6 +667,11 @@ def test_a_run_is_identified_by_the_use_of_its_texts(tmp_path, teacher):
     renamed = distill_command.run_identity(options, [replace(first, name="x")], [], 1)
     assert renamed == identities[-1], "The name is in the model card only."
 
+    # The metrics of the run are those of its validation file.
+    data = DataOptions([first.path], validation_file=second.path)
+    evaluated = distill_command.run_identity(replace(options, data=data), [first], [], 1)
+    assert evaluated != identities[-1]
+
 
 def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):
     """Runs share stored embeddings only for the same texts, teacher and maximum length."""
