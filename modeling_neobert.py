@@ -12,7 +12,7 @@ do not depend on the layout.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ from .attention_neobert import (
     swiglu_in_slices,
 )
 from .attention_neobert import VERSION as ATTENTION_VERSION
-from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig
+from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, ProblemType
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
@@ -64,7 +64,6 @@ logger = logging.get_logger(__name__)
 Loss = torch.Tensor | None
 NumItems = int | torch.Tensor | None
 PositionEmbeddings = tuple[torch.Tensor, ...]
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 HeadOutput = (
     modeling_outputs.MaskedLMOutput
     | modeling_outputs.SequenceClassifierOutput

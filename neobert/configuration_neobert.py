@@ -6,7 +6,7 @@ training configurations, and stores them under one set of names.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -57,7 +57,8 @@ _CLASSES |= {name for names in ARCHITECTURES.values() for name in names}
 # ------------------------------------------------------------------------------------------- rules
 
 # Values of `problem_type`, the loss of sequence classification.
-PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+PROBLEM_TYPES: tuple[str, ...] = get_args(ProblemType)
 
 # A predicate of a value, and the description of the values that pass.
 _Rule = tuple[Callable[[Any], bool], str]

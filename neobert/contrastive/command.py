@@ -33,7 +33,12 @@ from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.pooling import save_for_all_versions
 from ..embeddings.instructions import format_instruction
-from ..embeddings.packed_encoder import load_sentence_transformer
+from ..embeddings.packed_encoder import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    first_prompt_name,
+    load_sentence_transformer,
+)
 from ..evaluation.retrieval import (
     Queries,
     describe_metrics,
@@ -572,8 +577,8 @@ def start_prompts(
         Prompts of the columns of each dataset, {name: {column: prompt}}, or {} for a model without
         prompts.
     """
-    query = first_prompt(model, ["query"])
-    document = first_prompt(model, ["document", "passage", "corpus"])
+    query = text_of_prompt(model, QUERY_PROMPTS)
+    document = text_of_prompt(model, DOCUMENT_PROMPTS)
     if not query and not document:
         return {}
 
@@ -584,12 +589,14 @@ def start_prompts(
     return prompts
 
 
-def first_prompt(model: SentenceTransformer, names: Sequence[str]) -> str:
-    """Return the first prompt with one of these names, or else the default prompt, or ""."""
-    for name in [*names, model.default_prompt_name]:
-        if name in model.prompts:
-            return model.prompts[name] or ""
-    return ""
+def text_of_prompt(model: SentenceTransformer, names: Sequence[str]) -> str:
+    """Return the text of the first prompt with one of these names, or of the default prompt.
+
+    Returns:
+        The text, or "" for a model without such a prompt.
+    """
+    name = first_prompt_name(model, names) or model.default_prompt_name
+    return model.prompts.get(name or "") or ""
 
 
 def warn_about_replaced_prompts(model: SentenceTransformer, prompts: Mapping[str, str]) -> None:

@@ -140,8 +140,8 @@ class StudentOptions(OptionGroup):
         "whose hidden size is at most the embedding dimension of the teacher.",
     )
     freeze_embeddings: bool = option(False, "Do not train the token embeddings.")
-    pooling: Literal[POOLINGS] = option(  # type: ignore[valid-type]
-        "mean", "Pooling of a student without a pooling module."
+    pooling: Literal[POOLINGS] | None = option(  # type: ignore[valid-type]
+        None, "Pooling of a student without a pooling module. (default: mean)"
     )
     max_length: Annotated[int, Meta(ge=3, le=2**31 - 1)] = option(
         128, "Maximum sequence length of both models in tokens."

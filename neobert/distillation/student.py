@@ -98,11 +98,10 @@ def _encoder(model: SentenceTransformer) -> Any:
 
 def _load_start(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
     """Load the NeoBERT that the student starts from."""
-    # "mean" is the default of the option, so it must not conflict with the pooling of the model.
     student = load_sentence_transformer(
         str(model.init_from),
         max_length=options.max_length,
-        pooling=None if options.pooling == "mean" else options.pooling,
+        pooling=options.pooling,
         trust_remote_code=model.trust_remote_code,
     )
     model_type = _encoder(student).config.model_type
@@ -207,8 +206,8 @@ def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransform
     """Check that the hidden states of both models can be compared token by token.
 
     Raises:
-        UserError: If the models have different vocabularies or hidden sizes, or the teacher has
-            fewer positions than the student.
+        UserError: If the models have different vocabularies or hidden sizes, or the teacher
+            supports shorter texts than the student.
     """
     expected = _encoder(teacher).config.hidden_size
     has_other_size = _encoder(student).config.hidden_size != expected
@@ -219,13 +218,13 @@ def check_hidden_states(student: SentenceTransformer, teacher: SentenceTransform
             "--hidden-state-weight 0."
         )
 
-    # The teacher runs on the tokens of the student, which may be more than it has positions.
+    # The teacher runs on the tokens of the student, and must not truncate them.
     length = student.max_seq_length
     limit = teacher.max_seq_length
     if limit is not None and (length is None or length > limit):
         raise UserError(
-            f"`max_length` must be at most {limit}, the number of positions of the teacher, for "
-            f"--hidden-state-weight, got {length}. Pass --max-length {limit}."
+            f"`max_length` must be at most {limit}, the maximum sequence length of the teacher, "
+            f"for --hidden-state-weight, got {length}. Pass --max-length {limit}."
         )
 
 

@@ -32,6 +32,9 @@ from .cpu_forward import CpuForward, pool_texts, run_if_known
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+# Names of the prompts of queries and documents, as in sentence-transformers, the preferred first.
+QUERY_PROMPTS = ("query",)
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 # Precisions of embeddings, as in sentence-transformers.
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
@@ -400,9 +403,11 @@ class PackedEncoder:
             >>> encoder.encode_query("a bird of prey").shape
             (384,)
         """
+        if prompt_name is None:
+            prompt_name = first_prompt_name(self.sentence_transformer, QUERY_PROMPTS)
         return self.encode(
             texts,
-            prompt_name=self._first_prompt(prompt_name, "query"),
+            prompt_name=prompt_name,
             prompt=prompt,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim,
@@ -431,9 +436,11 @@ class PackedEncoder:
             >>> encoder.encode_document(["an eagle", "a violin"]).shape
             (2, 384)
         """
+        if prompt_name is None:
+            prompt_name = first_prompt_name(self.sentence_transformer, DOCUMENT_PROMPTS)
         return self.encode(
             texts,
-            prompt_name=self._first_prompt(prompt_name, "document", "passage", "corpus"),
+            prompt_name=prompt_name,
             prompt=prompt,
             normalize_embeddings=normalize_embeddings,
             truncate_dim=truncate_dim,
@@ -462,13 +469,6 @@ class PackedEncoder:
             True
         """
         return self.sentence_transformer.similarity(embeddings1, embeddings2)
-
-    def _first_prompt(self, name: str | None, *names: str) -> str | None:
-        """Return `name`, or by default the first of `names` that is a prompt of the model."""
-        if name is not None:
-            return name
-        prompts = self.sentence_transformer.prompts or {}
-        return next((candidate for candidate in names if candidate in prompts), None)
 
     # --------------------------------------------------------------------------------------------
     # tokens
@@ -659,6 +659,12 @@ def token_batches(
         total += length
     if batch:
         yield np.array(batch)
+
+
+def first_prompt_name(model: "SentenceTransformer", names: Sequence[str]) -> str | None:
+    """Return the first of `names` that is a prompt of the model, or None."""
+    prompts = model.prompts or {}
+    return next((name for name in names if name in prompts), None)
 
 
 def quantize_embeddings(

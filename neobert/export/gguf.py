@@ -68,7 +68,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
             "`neobert export onnx` or `neobert export openvino`."
         )
 
-    for setting in _client_settings(source):
+    for setting in source.client_settings():
         logger.warning("llama.cpp does not apply a setting of this model: %s", setting)
 
     # The writer collects the keys of the file, with which `--check` compares an existing file.
@@ -94,16 +94,6 @@ def export(source: SourceModel, options: GgufOptions) -> None:
             raise UserError(f"the file was discarded: {_describe_error(error)}.")
         size = Path(file.name).stat().st_size
     print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_describe_error(error)}")
-
-
-def _client_settings(source: SourceModel) -> list[str]:
-    """Return what a client of the GGUF file must do itself, as sentences."""
-    settings = []
-    if source.default_prompt:
-        settings.append(f"Prepend the default prompt {source.default_prompt!r} to each text.")
-    if source.pooling and source.pooling.truncate_dim:
-        settings.append(f"Truncate embeddings to {source.pooling.truncate_dim:,} dimensions.")
-    return settings
 
 
 def _describe_error(error: float) -> str:

@@ -20,7 +20,7 @@ batches:
 | file | precision | worst token cosine | worst pooled cosine |
 |---|---|---|---|
 {files}
-{notes}"""
+{settings}"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
         name=printable(name),
         longest=min(512, source.max_length),
         files="\n".join(rows),
-        notes="".join(f"\n{note}\n" for note in _notes(source)),
+        settings=_settings(source),
     )
     for snippet in _snippets(source, name, target, files):
         fence = f"```{snippet.language}"
@@ -71,20 +71,16 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
     return text
 
 
-def _notes(source: SourceModel) -> Iterator[str]:
-    """Yield what users of other libraries than sentence-transformers must know, as sentences."""
-    if source.default_prompt:
-        prompt = json.dumps(printable(source.default_prompt), ensure_ascii=False)
-        yield (
-            f"The model was trained with the prompt {prompt} before each text. "
-            "sentence-transformers prepends it; prepend it yourself in other libraries."
-        )
-    if source.pooling is not None and source.pooling.truncate_dim:
-        yield (
-            f"Embeddings are truncated to {source.pooling.truncate_dim:,} dimensions. The output "
-            "`sentence_embedding` and sentence-transformers truncate them; truncate the results of "
-            "other libraries yourself."
-        )
+def _settings(source: SourceModel) -> str:
+    """Return a list of what users of other libraries than sentence-transformers must do, or ""."""
+    settings = source.client_settings()
+    if not settings:
+        return ""
+    title = (
+        "sentence-transformers applies the following settings. In other libraries, apply them "
+        "yourself; the output `sentence_embedding` is already truncated:"
+    )
+    return "\n".join(["", title, "", *(f"- {printable(setting)}" for setting in settings), ""])
 
 
 def _snippets(

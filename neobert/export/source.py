@@ -114,6 +114,15 @@ class SourceModel:
         """Prompt that sentence-transformers prepends to texts by default, or an empty string."""
         return self.prompts.get(self.default_prompt_name or "", "")
 
+    def client_settings(self) -> list[str]:
+        """Return what clients other than sentence-transformers must do, as sentences."""
+        settings = []
+        if self.default_prompt:
+            settings.append(f"Prepend the default prompt {self.default_prompt!r} to each text.")
+        if self.pooling and self.pooling.truncate_dim:
+            settings.append(f"Truncate embeddings to {self.pooling.truncate_dim:,} dimensions.")
+        return settings
+
     def describe(self) -> str:
         """Return one line about the model, for the user."""
         pooling = ""

@@ -764,9 +764,10 @@ def test_a_student_keeps_its_pooling(teacher, tmp_path):
     again = build_student(*options_for(teacher, **start), encoder, 32)
     assert again[1].pooling_mode == "cls"
 
-    start["init_from"] = str(tmp_path / "mean")
-    with pytest.raises(UserError, match="`pooling` must be mean"):
-        build_student(*options_for(teacher, **start, pooling="cls"), encoder, 32)
+    for pooling, other in (("cls", "mean"), ("mean", "cls")):
+        start["init_from"] = str(tmp_path / pooling)
+        with pytest.raises(UserError, match=f"`pooling` must be {pooling}"):
+            build_student(*options_for(teacher, **start, pooling=other), encoder, 32)
 
 
 def test_hidden_states_need_the_positions_of_the_teacher(teacher):

@@ -21,7 +21,7 @@ from neobert import (
 from neobert import cli as __main__
 from neobert.common.errors import UserError
 from neobert.conversion import verify
-from neobert.export import check, command, folder, gguf
+from neobert.export import check, command, folder
 from neobert.export.check import EngineAgreement, Reference
 from neobert.export.graph import Graph
 from neobert.export.model_card import build_card
@@ -155,15 +155,9 @@ def test_default_prompt_and_truncation_reach_the_user(sentence_folder, tmp_path,
     assert description in source.describe()
     files = {"model": check.GraphFile("fp32", 1.0, 1.0)}
     card = build_card(source, "name", "onnx", files)
-    assert 'with the prompt "a " before each text' in card
-    assert "Embeddings are truncated to 8 dimensions" in card
-    assert "prompt" not in build_card(complete, "name", "onnx", files)
-
-    without_dense = replace(source.pooling, modules=(source.pooling.modules[0],))
-    assert gguf._client_settings(replace(source, pooling=without_dense)) == [
-        "Prepend the default prompt 'a ' to each text.",
-        "Truncate embeddings to 8 dimensions.",
-    ]
+    assert "- Prepend the default prompt 'a ' to each text.\n" in card
+    assert "- Truncate embeddings to 8 dimensions.\n" in card
+    assert "settings" not in build_card(complete, "name", "onnx", files)
 
 
 def test_cross_encoders_are_exported_with_their_head(hub_folder, tmp_path):
