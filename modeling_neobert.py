@@ -1192,7 +1192,7 @@ def _cross_entropy(
         num_items_in_batch: Divisor of the summed loss, or None.
     """
     logits = at_least_float32(logits.flatten(0, -2))
-    labels = labels.flatten().long().to(logits.device)
+    labels = labels.flatten().to(logits.device)
     total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
@@ -1201,7 +1201,7 @@ def _position_loss(
     logits: torch.Tensor, positions: torch.Tensor, num_items_in_batch: NumItems
 ) -> torch.Tensor:
     """Return the loss of (B, L) logits for positions (B,), without positions outside the text."""
-    positions = positions.long().to(logits.device)
+    positions = positions.to(logits.device)
     outside = (positions < 0) | (positions >= logits.shape[1])
     labeled = logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0]
     at_padding = labeled == _NO_ANSWER
@@ -1275,7 +1275,7 @@ def _check_shape(name: str, value: torch.Tensor, shape: torch.Size) -> None:
 def _check_labels(
     name: str, labels: torch.Tensor, shape: torch.Size, num_classes: int | None = None
 ) -> torch.Tensor:
-    """Return labels in a shape, also from a flat tensor or (B, 1).
+    """Return labels as int64 in a shape, also from a flat tensor or (B, 1).
 
     Args:
         name: Name of the labels, for messages.
@@ -1293,6 +1293,8 @@ def _check_labels(
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"`{name}` must be integers (int64), got {labels.dtype}.")
 
+    # Unsigned labels cannot be -100.
+    labels = labels.long()
     if num_classes is not None and has_host_values(labels):
         wrong = (labels != -100) & ((labels < 0) | (labels >= num_classes))
         if wrong.any():

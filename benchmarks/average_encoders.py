@@ -1,4 +1,4 @@
-"""Average the weights of distilled encoders that were trained from the same start.
+"""Average the weights of distilled encoders that were trained from one initial model.
 
     python -m benchmarks.average_encoders runs/student8 runs/student7 --output runs/average
 
@@ -47,7 +47,7 @@ class _Options:
 
 PARSER = OptionParser(
     "python -m benchmarks.average_encoders",
-    "Average the weights of distilled encoders that were trained from the same start.",
+    "Average the weights of distilled encoders that were trained from one initial model.",
     _Options,
 )
 
@@ -66,9 +66,9 @@ def align_channels(encoder: SentenceTransformer, reference: SentenceTransformer)
     for block, target in zip(blocks, reference[0].auto_model.transformer_encoder):
         # The divisors of `wo` and of the down projection also scale rows of the other two layers,
         # whose columns are therefore compared afterwards.
-        for scaled in ((False, True, False, True), (True, False, True, False)):
+        for are_scaled in ((False, True, False, True), (True, False, True, False)):
             divisors = []
-            layers = zip(linear_layers(block), linear_layers(target), scaled)
+            layers = zip(linear_layers(block), linear_layers(target), are_scaled)
             for layer, target_layer, is_scaled in layers:
                 ratio = target_layer.weight.norm(dim=0) / layer.weight.norm(dim=0)
                 exponents = ratio.log2().round().nan_to_num(0.0, 0.0, 0.0)
@@ -103,13 +103,13 @@ def average_encoders(folders: list[str], output: str) -> None:
     states = [encoder[0].auto_model.state_dict() for encoder in encoders]
 
     # Equal tensors, such as frozen token embeddings, keep their bits and their storage type.
-    stored = load_file(Path(folders[0]) / "model.safetensors")
-    for name, value in stored.items():
+    weights = load_file(Path(folders[0]) / "model.safetensors")
+    for name, value in weights.items():
         values = [state[name] for state in states]
         if any(not torch.equal(values[0], other) for other in values[1:]):
-            stored[name] = torch.stack(values).mean(dim=0).to(value.dtype)
+            weights[name] = torch.stack(values).mean(dim=0).to(value.dtype)
     shutil.copytree(folders[0], output, dirs_exist_ok=True)
-    save_file(stored, Path(output) / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, Path(output) / "model.safetensors", metadata={"format": "pt"})
 
 
 def main(argv: list[str] | None = None) -> int:

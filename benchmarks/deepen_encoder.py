@@ -73,21 +73,21 @@ PARSER = OptionParser(
 
 
 @torch.inference_mode()
-def feed_forward_inputs(model: Any, number: int, token_ids: list[list[int]]) -> torch.Tensor:
+def feed_forward_inputs(model: Any, index: int, token_ids: list[list[int]]) -> torch.Tensor:
     """Return the inputs of the feed-forward layer of a block for texts, (T, D).
 
     Args:
         model: `NeoBERTModel`.
-        number: Index of the block.
+        index: Index of the block.
         token_ids: Token IDs of the texts.
     """
     inputs: list[torch.Tensor] = []
-    feed_forward = model.transformer_encoder[number].ffn
+    feed_forward = model.transformer_encoder[index].ffn
     hook = feed_forward.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
     try:
         lengths = [len(ids) for ids in token_ids]
-        for indices in token_batches(lengths, TOKENS_PER_BATCH, is_padded=False):
-            model(**pack([token_ids[index] for index in indices]))
+        for rows_of_batch in token_batches(lengths, TOKENS_PER_BATCH, is_padded=False):
+            model(**pack([token_ids[row] for row in rows_of_batch]))
     finally:
         hook.remove()
     return torch.cat(inputs)
@@ -113,16 +113,16 @@ def select_gates(activations: torch.Tensor, targets: torch.Tensor, count: int) -
     # Gates that are never active would make the matrix singular.
     products.diagonal().add_(1e-4 * products.diagonal().mean())
 
-    kept = torch.arange(len(products))
-    while len(kept) > count:
-        inverse = torch.linalg.inv(products[kept][:, kept])
-        weights = inverse @ correlations[kept]
+    kept_gates = torch.arange(len(products))
+    while len(kept_gates) > count:
+        inverse = torch.linalg.inv(products[kept_gates][:, kept_gates])
+        weights = inverse @ correlations[kept_gates]
         increase = weights.square().sum(1) / inverse.diagonal()
-        removed = increase.argsort()[: min(GATES_PER_ROUND, len(kept) - count)]
-        is_kept = torch.ones(len(kept), dtype=torch.bool)
+        removed = increase.argsort()[: min(GATES_PER_ROUND, len(kept_gates) - count)]
+        is_kept = torch.ones(len(kept_gates), dtype=torch.bool)
         is_kept[removed] = False
-        kept = kept[is_kept]
-    return kept
+        kept_gates = kept_gates[is_kept]
+    return kept_gates
 
 
 @torch.no_grad()
@@ -141,16 +141,16 @@ def remove_gates(feed_forward: Any, inputs: torch.Tensor, count: int) -> float:
     activations = nn.functional.silu(gates) * values
     targets = activations @ feed_forward.w3.weight.T
 
-    kept = select_gates(activations, targets, count)
-    down = ridge(activations[:, kept], targets)
+    kept_gates = select_gates(activations, targets, count)
+    down = ridge(activations[:, kept_gates], targets)
     # The rows of w12 are those of the gates, followed by those of the values.
-    rows_kept = torch.cat([kept, kept + activations.shape[1]])
-    feed_forward.w12.weight = nn.Parameter(feed_forward.w12.weight[rows_kept].clone())
+    kept_rows = torch.cat([kept_gates, kept_gates + activations.shape[1]])
+    feed_forward.w12.weight = nn.Parameter(feed_forward.w12.weight[kept_rows].clone())
     feed_forward.w12.out_features = 2 * count
     feed_forward.w3.weight = nn.Parameter(down)
     feed_forward.w3.in_features = count
 
-    error = targets - activations[:, kept] @ down.T
+    error = targets - activations[:, kept_gates] @ down.T
     return float(error.square().sum() / (targets - targets.mean(0)).square().sum())
 
 
@@ -194,14 +194,14 @@ def deepen_encoder(options: DeepenOptions) -> list[float]:
         )
 
     # Texts at equal distances represent all parts of the file.
-    texts = [row["text"] for row in rows(options.texts, texts=["text"])]
+    texts = [row["text"] for row in rows(options.texts, text_columns=["text"])]
     if not texts:
         raise UserError(f"`texts` must contain at least one text, got none in {options.texts}.")
     texts = texts[:: -(-len(texts) // options.max_texts)]
     token_ids = encoder.tokenizer(texts, truncation=True, max_length=encoder.max_seq_length)
     errors = []
-    for number, block in enumerate(blocks):
-        inputs = feed_forward_inputs(model, number, token_ids["input_ids"])
+    for index, block in enumerate(blocks):
+        inputs = feed_forward_inputs(model, index, token_ids["input_ids"])
         errors.append(remove_gates(block.ffn, inputs, options.gates))
     insert_block(model, options.position)
 
@@ -223,8 +223,8 @@ def _write_shape(source: Path, output: Path, block_count: int, gates: int) -> No
 def main(argv: list[str] | None = None) -> int:
     """Write the deeper encoder, and return the exit code."""
     options = PARSER.read(sys.argv[1:] if argv is None else argv).deeper
-    for number, error in enumerate(deepen_encoder(options)):
-        print(f"block {number}: {100 * error:.1f} % of the feed-forward output is unexplained")
+    for index, error in enumerate(deepen_encoder(options)):
+        print(f"block {index}: {100 * error:.1f} % of the feed-forward output is unexplained")
     return 0
 
 

@@ -38,18 +38,18 @@ class Files:
 
     folder: Path
 
-    def find(self, name: str, made_by: str) -> Path:
+    def find(self, name: str, instruction: str) -> Path:
         """Return the path of a file.
 
         Args:
             name: Path relative to the directory.
-            made_by: Instruction that creates the file.
+            instruction: Sentence that says how to create the file.
 
         Raises:
             UserError: If the file does not exist. The message contains the instruction.
         """
         if not (self.folder / name).exists():
-            raise UserError(f"there is no {name}. {made_by}")
+            raise UserError(f"there is no {name}. {instruction}")
         return self.folder / name
 
     @property
@@ -69,7 +69,8 @@ class Engine:
         open: Function that opens the model for a number of threads and returns a session: a
             function that returns the embeddings (N, D) of N lists of token ids, special tokens
             included. If the session has an attribute `batch`, the caller searches for the fastest
-            batch size. The caller sets the number of torch's threads.
+            batch size. The caller sets the number of torch's threads, so engines of torch ignore
+            the argument.
         size: Function that returns the size of the model on disk in bytes.
     """
 
@@ -170,13 +171,13 @@ def _neobert(files: Files, dtype: torch.dtype) -> Any:
     return model
 
 
-def _ours(model: Any) -> Any:
+def _quantize_neobert(model: Any) -> Any:
     from neobert.quantization.int8 import quantize_int8
 
     return quantize_int8(model, even_if_slow=True)
 
 
-def _torchao(model: Any) -> Any:
+def _quantize_torchao(model: Any) -> Any:
     """Quantize a model with torchao.
 
     The fused kernels need constant weights in the compiler, and on CPUs without AMX an import that
@@ -244,7 +245,7 @@ class Padded:
 
 def onnx_engine(precision: str, file: str) -> Engine:
     """Return the engine of ONNX Runtime for an exported graph."""
-    made_by = "Run `neobert export onnx FILES/model FILES/onnx --precisions fp32 int8`."
+    instruction = "Run `neobert export onnx FILES/model FILES/onnx --precisions fp32 int8`."
 
     def open_session(files: Files, threads: int) -> Padded:
         require("onnx", "onnxruntime")
@@ -255,7 +256,7 @@ def onnx_engine(precision: str, file: str) -> Engine:
         options.inter_op_num_threads = 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         session = onnxruntime.InferenceSession(
-            str(files.find(file, made_by)), options, providers=["CPUExecutionProvider"]
+            str(files.find(file, instruction)), options, providers=["CPUExecutionProvider"]
         )
         output_names = [output.name for output in session.get_outputs()]
         hidden_states = [name for name in output_names if name in HIDDEN_STATES]
@@ -275,7 +276,7 @@ def onnx_engine(precision: str, file: str) -> Engine:
         precision,
         how,
         open_session,
-        lambda files: _size(files.find(file, made_by)),
+        lambda files: _size(files.find(file, instruction)),
     )
 
 
@@ -287,7 +288,7 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
         hint: Inference precision hint, "f32", "bf16" or "f16".
         file: Path of the graph in FILES.
     """
-    made_by = "Run `neobert export openvino FILES/model FILES/openvino --precisions fp32 int8`."
+    instruction = "Run `neobert export openvino FILES/model FILES/openvino --precisions fp32 int8`."
 
     def open_session(files: Files, threads: int) -> Padded:
         require("openvino", "openvino")
@@ -300,7 +301,7 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
             "INFERENCE_PRECISION_HINT": hint,
         }
         model = core.compile_model(
-            core.read_model(str(files.find(file, made_by))), "CPU", properties
+            core.read_model(str(files.find(file, instruction))), "CPU", properties
         )
 
         # The throughput hint determines how many requests run at the same time.
@@ -332,7 +333,7 @@ def openvino_engine(precision: str, hint: str, file: str) -> Engine:
         precision,
         how,
         open_session,
-        lambda files: _size(files.find(file, made_by)),
+        lambda files: _size(files.find(file, instruction)),
     )
 
 
@@ -420,7 +421,7 @@ class Llama(LineProcess):
 
 def llama_engine(precision: str, file: str) -> Engine:
     """Return the engine of llama.cpp for an exported GGUF file."""
-    made_by = f"Run `neobert export gguf FILES/model FILES/{file} --dtype {precision}`."
+    instruction = f"Run `neobert export gguf FILES/model FILES/{file} --dtype {precision}`."
 
     def open_session(files: Files, threads: int) -> Llama:
         if shutil.which("node") is None:
@@ -429,7 +430,7 @@ def llama_engine(precision: str, file: str) -> Engine:
             "node/node_modules",
             "Run `npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64` in FILES/node.",
         )
-        return Llama(modules, files.find(file, made_by), threads)
+        return Llama(modules, files.find(file, instruction), threads)
 
     how = "node-llama-cpp, prebuilt for this CPU; its embedding context takes one text at a time"
     return Engine(
@@ -437,7 +438,7 @@ def llama_engine(precision: str, file: str) -> Engine:
         precision,
         how,
         open_session,
-        lambda files: files.find(file, made_by).stat().st_size,
+        lambda files: files.find(file, instruction).stat().st_size,
     )
 
 
@@ -447,17 +448,17 @@ ENGINES = {
     "torch-fp16": torch_float_engine("fp16"),
     "torch-bf16-compiled": torch_float_engine("bf16", compiled=True),
     "torch-fp16-compiled": torch_float_engine("fp16", compiled=True),
-    "torch-int8": torch_int8_engine("torch", "`neobert.quantize_int8`", _ours),
+    "torch-int8": torch_int8_engine("torch", "`neobert.quantize_int8`", _quantize_neobert),
     "torch-int8-compiled": torch_int8_engine(
-        "torch", "`neobert.quantize_int8`", _ours, compiled=True
+        "torch", "`neobert.quantize_int8`", _quantize_neobert, compiled=True
     ),
     "torchao-int8": torch_int8_engine(
-        "torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao
+        "torchao", "`Int8DynamicActivationInt8WeightConfig`", _quantize_torchao
     ),
     "torchao-int8-compiled": torch_int8_engine(
         "torchao",
         "`Int8DynamicActivationInt8WeightConfig`, `torch._inductor.config.freezing`",
-        _torchao,
+        _quantize_torchao,
         compiled=True,
     ),
     "onnx-fp32": onnx_engine("fp32", "onnx/onnx/model.onnx"),

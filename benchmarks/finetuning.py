@@ -139,7 +139,11 @@ def record_rows(packages: Path) -> Rows:
         if partner in duplicates:
             label = "same" if is_same else "different"
             rows.append(
-                {"first": _text(record), "second": _text(duplicates[partner]), "label": label}
+                {
+                    "first": _record_text(record),
+                    "second": _record_text(duplicates[partner]),
+                    "label": label,
+                }
             )
     return rows
 
@@ -154,7 +158,7 @@ def _records(content: str) -> list[tuple[str, dict[str, str]]]:
     return records
 
 
-def _text(record: dict[str, str]) -> str:
+def _record_text(record: dict[str, str]) -> str:
     """Return the fields of a record in one line. Empty fields are omitted."""
     names = ("given_name", "surname", "street_number", "address_1", "address_2", "suburb")
     names = (*names, "postcode", "state", "date_of_birth")
@@ -210,12 +214,12 @@ def main(options: FinetuningOptions) -> tuple[dict[str, Any], str, dict[str, Any
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         argv = [str(path), "--model", options.model, "--output", str(work / name)]
         results[name] = finetune(FINETUNE.read([*argv, *data_set.arguments]))
-    data = {"results": {name: _reported(result) for name, result in results.items()}}
+    data = {"results": {name: _page_values(result) for name, result in results.items()}}
     page = result_page(results, model_digest(options.model))
     return data, page, {"dtype": "float32", "packages": ["scikit-learn"]}
 
 
-def _reported(result: dict[str, Any]) -> dict[str, Any]:
+def _page_values(result: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a result that the page is about."""
     names = ("task", "labels", "metric", "rows", "fine_tuned", "baselines", "comparison")
     more = ("calibration", "history", "learning_rate", "selected", "cpu_seconds", "environment")

@@ -26,7 +26,7 @@ from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from neobert.common.commands import guarded
-from neobert.common.data import fraction
+from neobert.common.data import hash_fraction
 from neobert.evaluation import mteb as mteb_evaluation
 
 from .local_text import (
@@ -130,7 +130,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
         document_ids = [f"word-{word}" for word in words]
 
         # The queries are a sample of the synsets; the words of the others remain as distractors.
-        held_out = sorted(held_out, key=lambda row: fraction(row[0]))[: self.queries]
+        held_out = sorted(held_out, key=lambda row: hash_fraction(row[0]))[: self.queries]
         query_ids, _, definitions = zip(*held_out)
         relevant = {}
         for query_id, synonyms, _ in held_out:
@@ -167,7 +167,7 @@ class MovieSentimentClassification(AbsTaskClassification):
 
     def load_data(self, **kwargs: Any) -> None:
         """Create the test and the training split, in the order of the SHA-1 of the ids."""
-        rows = sorted(sentiment_sentences("movie"), key=lambda row: fraction(row["id"]))
+        rows = sorted(sentiment_sentences("movie"), key=lambda row: hash_fraction(row["id"]))
         rows = [{"text": row["text"], "label": row["label"]} for row in rows]
         self.dataset = DatasetDict(
             {
@@ -261,7 +261,7 @@ def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
             children.setdefault(parent, []).append(offset)
 
     # The order of the SHA-1 is random, and identical on every machine.
-    shuffled = sorted(synsets, key=fraction)
+    shuffled = sorted(synsets, key=hash_fraction)
     selected = [
         offset
         for offset in shuffled
@@ -282,7 +282,7 @@ def similarity_pairs(count: int, held_out: bool = True) -> list[SimilarityPair]:
         partners = [parent]
         for group in (siblings, cousins):
             if group:
-                partners.append(min(group, key=lambda node: fraction(offset + node)))
+                partners.append(min(group, key=lambda node: hash_fraction(offset + node)))
         # 7919 is a prime number, so the steps through all synsets do not repeat early.
         partners.append(shuffled[(number * 7919) % len(shuffled)])
 

@@ -396,7 +396,7 @@ def python_rows(package: Distribution, max_files: int = 60) -> tuple[list[Row], 
     paths = [path for path in package.files or () if path.suffix == ".py"]
     paths = [path for path in paths if "test" not in str(path).lower()]
 
-    for path in sorted(paths, key=lambda path: data.fraction(str(path)))[:max_files]:
+    for path in sorted(paths, key=lambda path: data.hash_fraction(str(path)))[:max_files]:
         try:
             source = path.read_text()
             tree = ast.parse(source)

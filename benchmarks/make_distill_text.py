@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from neobert.common.commands import guarded
-from neobert.common.data import fraction
+from neobert.common.data import hash_fraction
 from neobert.common.errors import UserError
 
 from .local_text import (
@@ -93,20 +93,20 @@ def wheel_file(packages: str | Path, project: str, ending: str) -> bytes:
 # paragraphs of each type of file
 
 
-def plain(data: bytes) -> list[str]:
+def plain_paragraphs(data: bytes) -> list[str]:
     """Return the paragraphs of plain text, which are separated by empty lines."""
     blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
     return [" ".join(block.split()) for block in blocks]
 
 
-def dictd(data: bytes) -> list[str]:
+def dictd_paragraphs(data: bytes) -> list[str]:
     """Return the paragraphs of a dictd database, including the headwords."""
     # Braces mark references. Some databases also contain tags and the dates of entries.
     markup = r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)"
-    return [re.sub(markup, "", paragraph) for paragraph in plain(gzip.decompress(data))]
+    return [re.sub(markup, "", paragraph) for paragraph in plain_paragraphs(gzip.decompress(data))]
 
 
-def backquoted(data: bytes) -> list[str]:
+def backquoted_texts(data: bytes) -> list[str]:
     """Return the dialogue and the descriptions of a data file of Endless Sky.
 
     A text is one line in backquotes. Placeholders such as <planet> become "it".
@@ -115,13 +115,13 @@ def backquoted(data: bytes) -> list[str]:
     return [" ".join(re.sub(r"<[^>]*>", "it", text).split()) for text in texts]
 
 
-def fortune(data: bytes) -> list[str]:
+def fortune_quotations(data: bytes) -> list[str]:
     """Return the quotations of a fortune file without their sources."""
     blocks = data.decode("utf-8", errors="replace").split("\n%\n")
     return [" ".join(re.sub(r"\n\s+-- .*", "", block, flags=re.S).split()) for block in blocks]
 
 
-def r_lines(data: bytes) -> list[str]:
+def r_paragraphs(data: bytes) -> list[str]:
     """Return the paragraphs of the character vectors in a lazy-load database of R.
 
     The file is a sequence of objects: the length in 4 bytes and a zlib stream. Within the stream, a
@@ -145,17 +145,17 @@ def r_lines(data: bytes) -> list[str]:
             # A missing value has the length -1.
             text = block[first : first + max(length, 0)]
             lines.append(text.decode("utf-8", errors="replace"))
-        paragraphs += plain("\n".join(lines).encode())
+        paragraphs += plain_paragraphs("\n".join(lines).encode())
     return paragraphs
 
 
 # Pattern of the paths of the files to read, and the function that returns their paragraphs.
 _READERS: dict[str, tuple[str, Callable[[bytes], list[str]]]] = {
-    "dict-devil": (r"\.dict\.dz$", dictd),
-    "r-cran-janeaustenr": (r"data/Rdata\.rdb$", r_lines),
-    "endless-sky-data": (r"/data/.*\.txt$", backquoted),
-    "fortunes": (r"/fortunes/[a-z-]+$", fortune),
-    "fortunes-min": (r"/fortunes/[a-z-]+$", fortune),
+    "dict-devil": (r"\.dict\.dz$", dictd_paragraphs),
+    "r-cran-janeaustenr": (r"data/Rdata\.rdb$", r_paragraphs),
+    "endless-sky-data": (r"/data/.*\.txt$", backquoted_texts),
+    "fortunes": (r"/fortunes/[a-z-]+$", fortune_quotations),
+    "fortunes-min": (r"/fortunes/[a-z-]+$", fortune_quotations),
 }
 
 
@@ -206,16 +206,16 @@ def texts_of(paragraph: str) -> Iterator[str]:
 
     for number, sentence in enumerate(sentences):
         # Two to nine neighbors after 20 % of the sentences.
-        if fraction(f"join:{sentence}") < 0.2 and number + 1 < len(sentences):
-            stop = number + 2 + int(8 * fraction(f"many:{sentence}"))
+        if hash_fraction(f"join:{sentence}") < 0.2 and number + 1 < len(sentences):
+            stop = number + 2 + int(8 * hash_fraction(f"many:{sentence}"))
             neighbors = " ".join(sentences[number:stop])
             yield " ".join(neighbors.split()[:MAX_WORDS])
 
         # One to six words of 25 % of the sentences.
         words = re.findall(r"[\w'-]+", sentence)
-        if fraction(f"phrase:{sentence}") < 0.25 and len(words) > 6:
-            length = 1 + int(6 * fraction(f"length:{sentence}"))
-            start = int((len(words) - length) * fraction(f"start:{sentence}"))
+        if hash_fraction(f"phrase:{sentence}") < 0.25 and len(words) > 6:
+            length = 1 + int(6 * hash_fraction(f"length:{sentence}"))
+            start = int((len(words) - length) * hash_fraction(f"start:{sentence}"))
             yield " ".join(words[start : start + length])
 
 
@@ -287,7 +287,7 @@ def sources(packages: str | Path) -> dict[str, Iterator[str]]:
 # exclusion
 
 
-def normal(text: str) -> str:
+def normal_form(text: str) -> str:
     """Return the letters and digits of a text in lower case, to recognize identical texts."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
@@ -303,13 +303,13 @@ def held_out_definitions() -> set[str]:
         if is_held_out(synset.id):
             definition = split_gloss(synset.gloss)[0]
             for text in (definition, *definition.split(";")):
-                form = normal(text)
+                form = normal_form(text)
                 if len(form.split()) > 3:
                     forms.add(form)
     return forms
 
 
-def kept(texts: Iterable[str], forbidden: set[str], seen: set[str]) -> Iterator[str]:
+def new_texts(texts: Iterable[str], forbidden: set[str], seen: set[str]) -> Iterator[str]:
     """Yield the texts that are new and contain no held-out definition.
 
     Args:
@@ -319,11 +319,11 @@ def kept(texts: Iterable[str], forbidden: set[str], seen: set[str]) -> Iterator[
     """
     for text in texts:
         text = " ".join(text.split())
-        form = normal(text)
+        form = normal_form(text)
         if not form or form in seen or form in forbidden:
             continue
         # A definition may also follow its word and a colon.
-        if any(normal(part) in forbidden for part in re.split(r"[;:.]", text)):
+        if any(normal_form(part) in forbidden for part in re.split(r"[;:.]", text)):
             continue
         seen.add(form)
         yield text
@@ -346,12 +346,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     forbidden = held_out_definitions()
     seen: set[str] = set()
     for name, texts in sources(arguments.packages).items():
-        rows = [{"text": text} for text in kept(texts, forbidden, seen)]
+        rows = [{"text": text} for text in new_texts(texts, forbidden, seen)]
         write_rows(arguments.output / "train" / f"{name}.jsonl", rows)
 
     for name, data_set in FAR.items():
         sentences = (row["text"] for row in sentiment_sentences(data_set))
-        rows = [{"text": text} for text in kept(sentences, forbidden, seen)]
+        rows = [{"text": text} for text in new_texts(sentences, forbidden, seen)]
         write_rows(arguments.output / "far" / f"{name}.jsonl", rows)
     return 0
 

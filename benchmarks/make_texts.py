@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 
-from neobert.common.data import fraction
+from neobert.common.data import hash_fraction
 
 from .local_text import Row, python_rows, write_rows
 from .measuring import ROOT
-from .open_text import chosen, corpus
+from .open_text import corpus, select_rows
 
 
 PERMISSIVE = (
@@ -49,10 +49,10 @@ PERMISSIVE = (
 MAX_ROWS_PER_PACKAGE = 60
 # Fraction of the descriptions to read by section of Debian. In these sections the descriptions
 # follow a pattern.
-DESCRIPTION_SHARE = dict.fromkeys(
+DESCRIPTION_FRACTIONS = dict.fromkeys(
     ("perl", "golang", "rust", "haskell", "gnu-r", "ruby", "javascript", "libdevel", "ocaml"), 0.2
 )
-DEFAULT_DESCRIPTION_SHARE = 0.6
+DEFAULT_DESCRIPTION_FRACTION = 0.6
 # The benchmarks use other forms of questions.
 QUESTIONS = (
     "how can I use {}",
@@ -79,7 +79,7 @@ def normal_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower().removeprefix("python-")
 
 
-def permissive(expression: str | list[str] | None) -> str:
+def join_permissive_licenses(expression: str | list[str] | None) -> str:
     """Return the licenses joined by " / ", or "" unless all of them are permissive.
 
     Args:
@@ -106,7 +106,7 @@ def license_of(metadata: Any) -> str:
         if line.startswith("License ::")
     ]
     names = classifiers or [metadata.get("License") or ""]
-    return permissive(metadata.get("License-Expression") or names)
+    return join_permissive_licenses(metadata.get("License-Expression") or names)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -220,7 +220,9 @@ def description_rows(folder: Path) -> Iterator[Group]:
             continue
         source = package.get("Source", package["Package"]).split()[0]
         section = package.get("Section", "").strip()
-        if fraction(source) >= DESCRIPTION_SHARE.get(section, DEFAULT_DESCRIPTION_SHARE):
+        if hash_fraction(source) >= DESCRIPTION_FRACTIONS.get(
+            section, DEFAULT_DESCRIPTION_FRACTION
+        ):
             continue
 
         # A line with a full stop alone separates paragraphs.
@@ -256,7 +258,7 @@ def pairs(groups: Iterable[Group], evaluated: Collection[str]) -> Iterator[dict[
             # This group contains all packages, and the others those of one package.
             max_rows = len(rows)
             max_rows_per_package = 40
-        for row in chosen(rows, max_rows, max_rows_per_package):
+        for row in select_rows(rows, max_rows, max_rows_per_package):
             if normal_name(row.package) not in excluded and not near_duplicates.add(row.long):
                 yield {
                     "kind": kind,
@@ -271,7 +273,7 @@ def questions(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
     """Yield a third of the descriptions and READMEs with a question instead of the synopsis."""
     for row in rows:
         title = row["anchor"]
-        number = fraction(title)
+        number = hash_fraction(title)
         if row["kind"] in ("description", "readme") and number < 1 / 3:
             form = QUESTIONS[int(number * 3 * len(QUESTIONS))]
             question = form.format(title[0].lower() + title[1:].rstrip("."))

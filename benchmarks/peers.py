@@ -59,8 +59,8 @@ WORKLOADS: dict[str, Sequence[int]] = {
     "8 x 128": [128] * 8,
     "4 x 512": [512] * 4,
 }
-# What follows from the figures of one CPU, which the text names.
-CHOICE = """Measured on an AMD EPYC with AVX-512, VNNI and AVX512-BF16. For one text of up to 60 tokens with the bundled encoder, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. With 6 blocks of 768, the engines differ little at 60 tokens, and OpenVINO is fastest at 8 tokens. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT. In int8, CTranslate2 quantizes, normalizes and activates in fused kernels of its own, and torch has an operator for each step. For 8 x 128 tokens with 6 blocks of 768, matrix products take 68 % of the time of `PackedEncoder`, attention 13 %, and these steps 19 % (profile with `torch.profiler`); for the shortest texts see [latency](latency.md#rejected-alternatives)."""  # noqa: E501
+# Recommendations that follow from the results on one CPU, which the text names.
+RECOMMENDATIONS = """Measured on an AMD EPYC with AVX-512, VNNI and AVX512-BF16. For one text of up to 60 tokens with the bundled encoder, choose ONNX Runtime in int8 with the graph of `neobert export onnx`. With 6 blocks of 768, the engines differ little at 60 tokens, and OpenVINO is fastest at 8 tokens. For longer texts and for many texts, choose `PackedEncoder` in int8, which is the fastest engine with these weights. Without int8, choose `PackedEncoder` in bfloat16 for many texts on a CPU with AVX512-BF16; OpenVINO is faster for the longest texts. CTranslate2 in int8 is faster than all others for most workloads, but it has no NeoBERT. In int8, CTranslate2 quantizes, normalizes and activates in fused kernels of its own, and torch has an operator for each step. For 8 x 128 tokens with 6 blocks of 768, matrix products take 68 % of the time of `PackedEncoder`, attention 13 %, and these steps 19 % (profile with `torch.profiler`); for the shortest texts see [latency](latency.md#rejected-alternatives)."""  # noqa: E501
 REFERENCE = ("sentence-transformers", "float32")
 MODELS = {"bundled": "Bundled encoder, 4 blocks of 384", "768x6": "6 blocks of 768"}
 # Formats of `neobert export` and the path of an export relative to the directory of a model.
@@ -95,7 +95,9 @@ class Peer:
     Attributes:
         name: Name of the engine.
         precision: Name of the precision.
-        open: Function that opens the model and returns a session as in `engines.Engine`.
+        open: Function of `files` and the directory of `--engines` that opens the model, and returns
+            a session as in `engines.Engine`. Only engines with an environment of their own need the
+            directory.
         same_weights: Whether the engine runs the weights of the model.
     """
 
@@ -386,7 +388,7 @@ def measure_model(options: PeersOptions, name: str) -> dict[str, Any]:
 # results
 
 
-def figures(row: Mapping[str, Any], workload: str) -> list[float]:
+def values_per_turn(row: Mapping[str, Any], workload: str) -> list[float]:
     """Return the milliseconds of one text, or the tokens per second of several, of every turn."""
     lengths = WORKLOADS[workload]
     seconds = row["workloads"][workload]["seconds"]
@@ -408,7 +410,7 @@ def speed_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         header = [column for column, name in columns.items() if name in workloads]
         lines = []
         for row in rows:
-            medians = [statistics.median(figures(row, name)) for name in workloads]
+            medians = [statistics.median(values_per_turn(row, name)) for name in workloads]
             cells = [f"{value:{form}}" for value in medians]
             lines.append([row["name"], row["precision"], *cells, f"{row['cosine']:.6f}"])
         tables.append(markdown_table(["Engine", "Precision", *header, "Worst cosine"], lines))
@@ -418,7 +420,7 @@ def speed_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ranges = []
         for name in columns.values():
             form = ".2f" if name in single else ",.0f"
-            ranges.append(between(quartiles(figures(row, name)), form))
+            ranges.append(between(quartiles(values_per_turn(row, name)), form))
         lines.append([row["name"], row["precision"], *ranges])
     tables.append(markdown_table(["Engine", "Precision", *columns], lines))
     return tables
@@ -448,7 +450,9 @@ def speedup_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the speedup of every engine over `PackedEncoder` in float32, for many texts."""
     bulk = [name for name, lengths in WORKLOADS.items() if len(lengths) > 1]
     medians = {
-        (row["name"], row["precision"]): [statistics.median(figures(row, name)) for name in bulk]
+        (row["name"], row["precision"]): [
+            statistics.median(values_per_turn(row, name)) for name in bulk
+        ]
         for row in rows
     }
     lines = []
@@ -469,7 +473,7 @@ def page(models: Mapping[str, Mapping[str, Any]], turns: int) -> str:
         "CTranslate2 runs a BERT with as many products per token and random weights, and its "
         "cosine is that to this BERT in torch.",
     ]
-    parts += ["## Which engine to choose", CHOICE]
+    parts += ["## Which engine to choose", RECOMMENDATIONS]
     parts.append(
         "The last column is the time of `PackedEncoder` over that of the fastest engine of the "
         "same precision, 1.00 where it is the fastest."

@@ -44,7 +44,7 @@ from neobert.throughput.options import check_set
 from neobert.throughput.timing import MatrixProduct, between, quartiles, timed
 
 from .engines import BATCH_SIZES, ENGINES, Files
-from .measuring import benchmark, in_a_process, mib
+from .measuring import benchmark, mib, run_in_process
 
 
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
@@ -234,7 +234,7 @@ def measure_all(
     for name in tqdm(options.engines, desc="engines", disable=None):
         # An engine may be missing or fail with any exception; its row contains the message.
         try:
-            results[name] = in_a_process(
+            results[name] = run_in_process(
                 measure, name, options.files, texts, options.threads, options.repeats
             )
         except Exception as error:

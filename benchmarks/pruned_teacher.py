@@ -39,9 +39,9 @@ class PrunedTeacher(Distillation):
     name = "pruned_teacher"
 
     def initial_student(
-        self, teacher: PackedEncoder, has_teacher_start: bool
+        self, teacher: PackedEncoder, embeddings_from_teacher: bool
     ) -> SentenceTransformer:
-        """Return the teacher with the layers `--teacher-layers`."""
+        """Return the teacher with the layers of `--teacher-layers`."""
         model = self.options.model
         student = load_sentence_transformer(
             model.teacher,
@@ -73,7 +73,7 @@ class PrunedTeacher(Distillation):
 def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tune the pruned teacher and print its agreement with the teacher."""
     options = OPTIONS["distill"].read(sys.argv[1:] if argv is None else argv)
-    # A recipe for a NeoBERT student may have options for its start and for compiled blocks.
+    # A recipe for a NeoBERT student may initialize it in another way, and compile its blocks.
     model = replace(
         options.model,
         init_from_teacher=True,

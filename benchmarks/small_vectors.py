@@ -25,11 +25,11 @@ from neobert.common.tables import markdown_table
 from .measuring import ROOT, benchmark
 from .open_text import (
     OpenTextOptions,
+    bootstrap_mrr,
     corpus,
-    figures,
     find_teacher,
     reciprocal_ranks,
-    resampled,
+    summarize,
 )
 
 
@@ -40,7 +40,7 @@ except ImportError:  # Versions before 5.2 have the function elsewhere.
 
 
 # Number of candidates that are rescored: four times ten, as in sentence-transformers.
-BEST = 40
+NUM_CANDIDATES = 40
 
 # Queries and documents; document i is the answer of query i.
 Test = tuple[list[str], list[str]]
@@ -65,26 +65,28 @@ def words_and_definitions(queries: int = 1000) -> Test:
     return list(words[::step]), [definitions[index] for index in order]
 
 
-def truncated(embeddings: np.ndarray, dimension: int) -> np.ndarray:
+def truncate(embeddings: np.ndarray, dimension: int) -> np.ndarray:
     """Return the first dimensions of embeddings, normalized."""
     embeddings = embeddings[:, :dimension]
     return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
 
 
-def rescored(small: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """Return the exact scores of the `BEST` documents of each query, and -inf for the others.
+def rescore(small: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Return the exact scores of the best documents of each query, and -inf for the others.
 
     Args:
-        small: Scores of the small embeddings (N, M), which select the candidates.
+        small: Scores of the small embeddings (N, M), which select `NUM_CANDIDATES` documents.
         exact: Exact scores (N, M).
     """
-    best = np.argsort(-small, axis=1, kind="stable")[:, :BEST]
+    best = np.argsort(-small, axis=1, kind="stable")[:, :NUM_CANDIDATES]
     scores = np.full_like(exact, -np.inf)
     np.put_along_axis(scores, best, np.take_along_axis(exact, best, axis=1), axis=1)
     return scores
 
 
-def ways(queries: np.ndarray, documents: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+def score_embedding_forms(
+    queries: np.ndarray, documents: np.ndarray
+) -> dict[str, tuple[str, np.ndarray]]:
     """Return the size and the scores of every form of the embeddings.
 
     Args:
@@ -120,12 +122,12 @@ def ways(queries: np.ndarray, documents: np.ndarray) -> dict[str, tuple[str, np.
         "float16": (f"{2 * dimension:,}", half),
         "int8": (f"{dimension:,}", int8),
         "int8, query in float32": (f"{dimension:,}", queries @ middles.T),
-        "int8, rescored": (f"{dimension:,}{on_disk}", rescored(int8, exact)),
+        "int8, rescored": (f"{dimension:,}{on_disk}", rescore(int8, exact)),
         "binary": (f"{dimension // 8:,}", binary),
-        "binary, rescored": (f"{dimension // 8:,}{on_disk}", rescored(binary, exact)),
+        "binary, rescored": (f"{dimension // 8:,}{on_disk}", rescore(binary, exact)),
     }
     for name, part in (("half", dimension // 2), ("a quarter", dimension // 4)):
-        scores = truncated(queries, part) @ truncated(documents, part).T
+        scores = truncate(queries, part) @ truncate(documents, part).T
         forms[f"{name} of the dimensions"] = (f"{4 * part:,}", scores)
     return forms
 
@@ -140,16 +142,16 @@ def measure(
         tests: Queries and documents, {test: (queries, documents)}.
 
     Returns:
-        Bytes per text, {form: bytes}, and the figures with float32 as the reference, {test: {form:
-        figures}}, as `open_text.figures` returns them; "mean" is the mean over the tests.
+        Bytes per text, {form: bytes}, and the values of `open_text.summarize` with float32 as the
+        reference, {test: {form: values}}; "mean" is the mean over the tests.
     """
     ranks = {}
     sizes: dict[str, str] = {}
     for test, (queries, documents) in tests.items():
-        forms = ways(encode(queries), encode(documents))
+        forms = score_embedding_forms(encode(queries), encode(documents))
         ranks[test] = {form: reciprocal_ranks(scores) for form, (_, scores) in forms.items()}
         sizes = {form: size for form, (size, _) in forms.items()}
-    return sizes, figures(resampled(ranks), "float32")
+    return sizes, summarize(bootstrap_mrr(ranks), "float32")
 
 
 def page(
@@ -162,7 +164,7 @@ def page(
 
     Args:
         sizes: Bytes per text, {form: bytes}.
-        results: Figures, {model: {test: {form: figures}}}.
+        results: Values of `measure`, {model: {test: {form: values}}}.
         tests: Queries and documents.
         digest: Digest of the bundled encoder.
     """
@@ -184,11 +186,11 @@ def page(
         f"Encoder `{digest}`.",
         f"Mean over {len(tests)} tests; ± is the standard error over queries, and parentheses "
         "contain the 95 % interval of the difference on the same queries. Rescored: the best "
-        f"{BEST} documents by the small embeddings, sorted by their float32 embeddings on disk. "
-        "These are at least a tenth of the documents of most tests, and one in 200 of the last. "
-        "int8: `quantize_embeddings` with the ranges of the first 1,000 documents, on both sides. "
-        "Half and a quarter: the first dimensions, normalized; neither model was trained for "
-        "truncation.",
+        f"{NUM_CANDIDATES} documents by the small embeddings, sorted by their float32 embeddings "
+        "on disk. These are at least a tenth of the documents of most tests, and one in 200 of the "
+        "last. int8: `quantize_embeddings` with the ranges of the first 1,000 documents, on both "
+        "sides. Half and a quarter: the first dimensions, normalized; neither model was trained "
+        "for truncation.",
         markdown_table(header, rows),
     ]
     for model, table in results.items():

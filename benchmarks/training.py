@@ -38,7 +38,7 @@ from neobert.throughput.models import draw_lengths, flops, make_batch
 from neobert.throughput.options import check_set
 from neobert.throughput.timing import MatrixProduct, between, quartiles, ratio, timed
 
-from .measuring import benchmark, in_a_process, mib
+from .measuring import benchmark, mib, run_in_process
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logits"}
@@ -80,7 +80,7 @@ class TrainingOptions(OptionGroup):
             check_set(name)
 
 
-def draw_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+def sample_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Return the lengths of random texts, and their padded batch with 20 % of the tokens masked.
 
     Args:
@@ -94,12 +94,12 @@ def draw_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, 
 
     batch = make_batch(lengths, "cpu", seed)
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.rand(batch.input_ids.shape, generator=generator) < 0.2
-    chosen &= batch.attention_mask.bool()
+    is_masked = torch.rand(batch.input_ids.shape, generator=generator) < 0.2
+    is_masked &= batch.attention_mask.bool()
     return lengths, {
-        "input_ids": torch.where(chosen, MASK, batch.input_ids),
+        "input_ids": torch.where(is_masked, MASK, batch.input_ids),
         "attention_mask": batch.attention_mask,
-        "labels": torch.where(chosen, batch.input_ids, -100),
+        "labels": torch.where(is_masked, batch.input_ids, -100),
     }
 
 
@@ -147,7 +147,7 @@ def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[s
 
         for step in range(options.steps + 1):
             # The step is the seed, so all layouts train on the same batches.
-            lengths, inputs = draw_batch(name, options.tokens, step)
+            lengths, inputs = sample_batch(name, options.tokens, step)
             inputs = {key: value.to(options.device) for key, value in inputs.items()}
             seconds, rate = timed(functools.partial(train, inputs), product)
 
@@ -163,9 +163,9 @@ def measure(options: TrainingOptions, name: str, dtype: str, way: str) -> dict[s
             )
 
     # The first step is not timed: it allocates memory and warms up.
-    kept = {key: [step[key] for step in timed_steps[1:]] for key in timed_steps[0]}
+    timed_values = {key: [step[key] for step in timed_steps[1:]] for key in timed_steps[0]}
     return {
-        **kept,
+        **timed_values,
         "losses": [loss.item() for loss in losses],
         "state_bytes": 16 * sum(parameter.numel() for parameter in model.parameters()),
         "peak_bytes": memory.growth,
@@ -270,7 +270,7 @@ def main(options: TrainingOptions) -> tuple[dict[str, Any], str, dict[str, Any]]
     # In turns, other processes on the machine slow all layouts down equally.
     for _ in tqdm(range(options.repeats), desc="repeats", disable=None):
         for case in cases:
-            runs[case].append(in_a_process(measure, options, *case))
+            runs[case].append(run_in_process(measure, options, *case))
 
     rows = [summarize(case, runs[case]) for case in cases]
     text = (

@@ -21,11 +21,11 @@ from neobert.encoding.command import EncodeSummary, encode
 from neobert.encoding.options import OPTIONS, EncodeOptions
 
 
-def encode_shard(options: EncodeOptions, number: int, count: int, cores: int) -> EncodeSummary:
+def encode_shard(options: EncodeOptions, shard: int, num_shards: int, cores: int) -> EncodeSummary:
     """Encode one shard, and return its summary."""
     # By default torch uses all cores of the machine, also those of other workers.
     torch.set_num_threads(cores)
-    inference = replace(options.inference, shard=f"{number}/{count}")
+    inference = replace(options.inference, shard=f"{shard}/{num_shards}")
     return encode(replace(options, inference=inference), progress_bar=False)
 
 
@@ -46,9 +46,12 @@ def main(argv: list[str] | None = None) -> None:
     options = replace(options, inference=inference)
 
     # Retry without a limit: workers on preemptible machines fail at any time.
-    work = ray.remote(num_cpus=args.cores, num_gpus=args.gpus, max_retries=-1)(encode_shard)
+    remote_encode = ray.remote(num_cpus=args.cores, num_gpus=args.gpus, max_retries=-1)(
+        encode_shard
+    )
     running = [
-        work.remote(options, number, args.shards, args.cores) for number in range(args.shards)
+        remote_encode.remote(options, shard, args.shards, args.cores)
+        for shard in range(args.shards)
     ]
     while running:
         done, running = ray.wait(running)

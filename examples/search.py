@@ -138,10 +138,10 @@ def convert_ids(
         texts = [row_id if isinstance(row_id, str) else str(int(row_id)) for row_id in ids]
         return pandas.Series(texts, dtype="str")
     if None in integers:
-        number = integers.index(None)
+        index = integers.index(None)
         raise UserError(
-            f"{path}, row {number + 1:,}: `id` must be an integer of 64 bits, as in the store, got "
-            f"{ids[number]!r}."
+            f"{path}, row {index + 1:,}: `id` must be an integer of 64 bits, as in the store, got "
+            f"{ids[index]!r}."
         )
     return pandas.Series(integers, dtype="int64")
 
@@ -294,7 +294,7 @@ def add(store: DBConnection, table: Table | None, args: argparse.Namespace) -> N
     print(f"{count} rows read; the store has {table.count_rows()}")
 
 
-def find(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
+def find(_store: DBConnection, table: Table, args: argparse.Namespace) -> None:
     """Print the best rows for each query."""
     check_model(args.model)
     encoder = SentenceTransformer(args.model)
@@ -323,7 +323,7 @@ def find(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
             print(f"  {row_id}\t{rows.loc[row_id, 'text'][:80]}")
 
 
-def delete(store: DBConnection, table: Table, args: argparse.Namespace) -> None:
+def delete(_store: DBConnection, table: Table, args: argparse.Namespace) -> None:
     """Delete the rows that match a condition."""
     print(f"{table.delete(args.where).num_deleted_rows} rows deleted")
 
@@ -360,6 +360,7 @@ def main() -> None:
             f"`--model` must be {store_model}, the model of the store, got {args.model}."
         )
     args.model = store_model or args.model or "examples/sentence-encoder"
+    # The commands have the same parameters, although only `add` uses the store.
     {"add": add, "find": find, "delete": delete}[args.command](store, table, args)
 
 

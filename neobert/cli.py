@@ -71,7 +71,7 @@ COMMANDS = {
     "glue": Command(
         "Train and evaluate",
         "Fine-tune on GLUE and write its table",
-        "finetuning.command",
+        "finetuning.glue_command",
         ("eval", "accelerate", "datasets", "sklearn", "scipy"),
     ),
     "contrastive": Command(

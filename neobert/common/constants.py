@@ -1,4 +1,4 @@
-"""Paths and choices shared by the options and the code behind them.
+"""Paths, choices and help texts shared by the options and the code behind them.
 
 Imports nothing else of the package, so `--help` stays fast.
 """
@@ -16,4 +16,11 @@ WAIT_SECONDS = 24 * 3600
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
 # Default number of tokens per batch of an encoder. On the CPU, a larger batch exceeds the caches.
-CUDA_TOKENS, CPU_TOKENS = 65536, 3072
+DEFAULT_CUDA_BATCH_TOKENS = 65536
+DEFAULT_CPU_BATCH_TOKENS = 3072
+
+# Help texts of options that several commands have.
+DEVICE_HELP = "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available."
+TRUST_REMOTE_CODE_HELP = (
+    "Run the Python code in the repository of the model. NeoBERT does not need it."
+)

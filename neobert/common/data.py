@@ -32,6 +32,9 @@ from .errors import UserError, listed, one_line, shortened
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# JSON files that the method `save_to_disk` of `datasets` writes beside Arrow files. They contain no
+# rows.
+_SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # A quoted cell of a csv file that contains a quote, up to its end or that of its first line.
 _QUOTED_CELL = re.compile('"[^"]*""([^"]|"")*"?')
@@ -109,6 +112,11 @@ def files(source: str | Path) -> list[File]:
         raise UserError(
             f"{source} contains files of several formats ({listed(sorted(map(str, formats)))}): "
             f"{names}. Select the files of one format with a glob."
+        )
+    if any(PurePosixPath(file.name).name in _SAVED_DATASET for file in matches):
+        raise UserError(
+            f"{source} is a dataset that `save_to_disk` has written. Its Arrow files are not read: "
+            "write its rows with `to_parquet` first."
         )
     return matches
 
@@ -223,8 +231,9 @@ def _before_wildcards(path: str) -> str:
 def rows(
     source: str | Path,
     columns: Sequence[str] | None = None,
-    texts: Sequence[str] = (),
-    optional: Sequence[str] = (),
+    *,
+    text_columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of all files of a source, in the order of the files.
 
@@ -232,15 +241,18 @@ def rows(
         source: A file, a folder, a glob or a URL.
         columns: Columns that every row must have. Other columns are dropped. By default all
             columns are returned.
-        texts: Columns that must contain text.
-        optional: Columns that are returned with `columns` if a row has them.
+        text_columns: Columns that must contain text.
+        optional_columns: Columns that are returned with `columns` if a row has them.
 
     Raises:
         UserError: If the source has no files or several formats, or if a file is damaged or lacks a
             column. The message names the file and the row.
     """
     for file in files(source):
-        for _, row in numbered_rows(file, columns, texts, optional):
+        numbered = numbered_rows(
+            file, columns, text_columns=text_columns, optional_columns=optional_columns
+        )
+        for _, row in numbered:
             yield row
 
 
@@ -248,9 +260,10 @@ def rows(
 def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
-    texts: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    wanted: None = None,
+    *,
+    text_columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
+    is_wanted: None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]: ...
 
 
@@ -258,28 +271,30 @@ def numbered_rows(
 def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
-    texts: Sequence[str] = (),
-    optional: Sequence[str] = (),
     *,
-    wanted: Callable[[int], bool],
+    text_columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
+    is_wanted: Callable[[int], bool],
 ) -> Iterator[tuple[int, dict[str, Any] | None]]: ...
 
 
 def numbered_rows(
     file: File,
     columns: Sequence[str] | None = None,
-    texts: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    wanted: Callable[[int], bool] | None = None,
+    *,
+    text_columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
+    is_wanted: Callable[[int], bool] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield the rows of one file with their number, counted from 0.
 
     Args:
         file: File to read.
         columns: Columns that every row must have, see `rows`.
-        texts: Columns that must contain text.
-        optional: Columns that are returned with `columns` if a row has them.
-        wanted: Function of the number of a row. Other rows are not decoded and yielded as None.
+        text_columns: Columns that must contain text.
+        optional_columns: Columns that are returned with `columns` if a row has them.
+        is_wanted: Function that returns whether the row with a number is decoded. Other rows are
+            yielded as None.
 
     Raises:
         UserError: If the file is damaged or lacks a column.
@@ -289,12 +304,12 @@ def numbered_rows(
     parse = _PARSERS.get(file.format, _unchanged)
     number = -1
     try:
-        for number, raw in enumerate(read(file, columns, optional, wanted)):
-            if wanted is not None and not wanted(number):
+        for number, raw in enumerate(read(file, columns, optional_columns, is_wanted)):
+            if is_wanted is not None and not is_wanted(number):
                 yield number, None
                 continue
             try:
-                row = _checked(parse(raw), columns, texts, optional)
+                row = _checked(parse(raw), columns, text_columns, optional_columns)
             except ValueError as error:
                 reason = one_line(getattr(error, "msg", error))
                 raise UserError(f"{file.url}, row {number + 1:,}: {reason}.") from error
@@ -304,7 +319,8 @@ def numbered_rows(
     # The file system, the decompression and the format raise their own exceptions.
     except Exception as error:
         where = f"after row {number + 1:,}: " if number >= 0 else ""
-        raise UserError(f"{file.url} cannot be read ({where}{one_line(error)}).") from error
+        remedy = " Convert the file to UTF-8." if isinstance(error, UnicodeDecodeError) else ""
+        raise UserError(f"{file.url} cannot be read ({where}{one_line(error)}).{remedy}") from error
 
 
 def schema(file: File) -> pyarrow.Schema:
@@ -332,11 +348,14 @@ def count_rows(file: File) -> int:
         with _parquet(file) as table:
             return table.metadata.num_rows
     # Rows are separated, but not decoded.
-    return sum(1 for _ in numbered_rows(file, wanted=lambda number: False))
+    return sum(1 for _ in numbered_rows(file, is_wanted=lambda number: False))
 
 
 def _checked(
-    row: Any, columns: Sequence[str] | None, texts: Sequence[str], optional: Sequence[str]
+    row: Any,
+    columns: Sequence[str] | None,
+    text_columns: Sequence[str],
+    optional_columns: Sequence[str],
 ) -> dict[str, Any]:
     """Return a row with the columns that are read.
 
@@ -351,21 +370,21 @@ def _checked(
             "the row has more columns than the header. Enclose texts that contain the separator in "
             "quotes"
         )
-    missing = [name for name in (texts if columns is None else columns) if name not in row]
+    missing = [name for name in (text_columns if columns is None else columns) if name not in row]
     if missing:
         names = listed(map(str, row)) or "none"
         raise ValueError(f"there is no column {missing[0]!r}. Columns: {names}")
     # Values of csv files are always text, those of jsonl and parquet may be numbers or null.
-    for name in texts:
+    for name in text_columns:
         if not isinstance(row[name], str):
             raise ValueError(not_text(name, row[name]))
         row[name] = replace_surrogates(row[name])
-    for name in optional:
+    for name in optional_columns:
         if isinstance(row.get(name), str):
             row[name] = replace_surrogates(row[name])
     if columns is None:
         return row
-    return {name: row[name] for name in (*columns, *optional) if name in row}
+    return {name: row[name] for name in (*columns, *optional_columns) if name in row}
 
 
 def not_text(column: str, value: Any) -> str:
@@ -385,8 +404,8 @@ def _json_row(line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        # The first line of an array over several lines.
-        if line.lstrip().startswith("["):
+        # The first line of an array or an object over several lines.
+        if line.lstrip().startswith("[") or line.strip() == "{":
             raise ValueError(_NOT_AN_OBJECT) from error
         raise
 
@@ -426,10 +445,14 @@ _PARSERS: dict[str | None, Callable[[Any], Any]] = {
 def _text_rows(
     file: File,
     columns: Sequence[str] | None,
-    optional: Sequence[str],
-    wanted: Callable[[int], bool] | None,
+    optional_columns: Sequence[str],
+    is_wanted: Callable[[int], bool] | None,
 ) -> Iterator[Any]:
-    """Yield the lines that are not blank, or the rows of a table."""
+    """Yield the lines that are not blank, or the rows of a table.
+
+    Lines cannot be skipped or reduced to some columns before they are parsed. The last three
+    parameters are those of `_parquet_rows`, and are not used.
+    """
     with fsspec.open(file.url, "rb", compression="infer") as binary:
         is_table = file.format in (".csv", ".tsv")
         # utf-8-sig removes the byte order mark that Excel writes. The csv module finds line ends
@@ -473,8 +496,8 @@ def _parquet(file: File) -> pyarrow.parquet.ParquetFile:
 def _parquet_rows(
     file: File,
     columns: Sequence[str] | None,
-    optional: Sequence[str],
-    wanted: Callable[[int], bool] | None,
+    optional_columns: Sequence[str],
+    is_wanted: Callable[[int], bool] | None,
 ) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a parquet file. A row group without a wanted row is yielded as None."""
     with _parquet(file) as table:
@@ -483,13 +506,13 @@ def _parquet_rows(
         # The check of the rows reports missing columns.
         names = None
         if columns is not None and {*columns} <= {*available}:
-            names = [*columns, *(name for name in optional if name in available)]
+            names = [*columns, *(name for name in optional_columns if name in available)]
 
         start = 0
         for group in range(table.num_row_groups):
             stop = start + table.metadata.row_group(group).num_rows
             # Row groups are compressed as a whole: one without a wanted row is not read at all.
-            if wanted is None or any(map(wanted, range(start, stop))):
+            if is_wanted is None or any(map(is_wanted, range(start, stop))):
                 for batch in table.iter_batches(1024, row_groups=[group], columns=names):
                     yield from batch.to_pylist()
             else:
@@ -513,8 +536,8 @@ def replace_surrogates(text: str) -> str:
 # sampling by hash
 
 
-def fraction(key: str) -> float:
-    """Return a number from 0 to 1 that depends on a text only, identical on every machine."""
+def hash_fraction(key: str) -> float:
+    """Map a text to a reproducible number in [0, 1), identical on every machine."""
     # The hash of Python differs between processes, so a resumed run would hold out other rows.
     digest = hashlib.sha1(key.encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -525,4 +548,4 @@ def is_held_out(key: str, percent: float) -> bool:
 
     The decision depends on the SHA-1 of the row's key, and not on the order of the rows.
     """
-    return fraction(key) < percent / 100
+    return hash_fraction(key) < percent / 100

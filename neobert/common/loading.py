@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
-from .constants import PACKAGE
-from .errors import UserError, one_line
+from .constants import DEFAULT_CPU_BATCH_TOKENS, DEFAULT_CUDA_BATCH_TOKENS, PACKAGE
+from .errors import UserError, listed, one_line
 from .files import json_text, read_json, write_text
 from .measures import best_times, one_thread
 from .options import suggestion
@@ -60,6 +60,11 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
             f"`device` must be a device of this machine, got {chosen} ({one_line(error)})."
         ) from None
     return result
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    """Return the default number of tokens per batch of an encoder on a device."""
+    return DEFAULT_CUDA_BATCH_TOKENS if device.type == "cuda" else DEFAULT_CPU_BATCH_TOKENS
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -236,6 +241,31 @@ def model_file(model: str | Path, name: str) -> Path | None:
     return Path(path) if path else None
 
 
+def check_trained_head(
+    loading_info: Mapping[str, Any], model: str | Path, head: str, remedy: str
+) -> None:
+    """Check that a checkpoint contains all weights of the model that was loaded from it.
+
+    transformers initializes missing weights randomly, and only warns about them. The head is
+    missing in the checkpoint of an encoder.
+
+    Args:
+        loading_info: Second result of `from_pretrained(..., output_loading_info=True)`.
+        model: Name of the model in the message.
+        head: Name of the head in the message.
+        remedy: Last sentence of the message.
+
+    Raises:
+        UserError: If weights are missing.
+    """
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{model} must have a trained {head}, got a checkpoint without {listed(missing, 3)}. "
+            f"{remedy}"
+        )
+
+
 def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
     """Check that NeoBERTConfig has all fields of a configuration.
 
@@ -250,7 +280,7 @@ def check_model_fields(fields: Mapping[str, Any], where: str) -> None:
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in fields:
         if name not in known:
-            hint = suggestion(name, known, known="NeoBERTConfig lists the fields.")
+            hint = suggestion(name, known, fallback="NeoBERTConfig lists the fields.")
             raise UserError(f"`{where}` has the unknown field {name!r}.{hint}")
 
 

@@ -192,7 +192,7 @@ class OptionParser(Generic[OptionsT]):
                 )
             content.update(section)
             values.update(convert(content, hints, f" in the recipe {path}"))
-        values.update(convert(self._split_command_line(words, hints), hints, dashes="--"))
+        values.update(convert(self._split_command_line(words, hints), hints, as_option=True))
 
         self._check_empty_values(values)
         self._check_required(values)
@@ -290,7 +290,7 @@ class OptionParser(Generic[OptionsT]):
             raise UserError(f"{error}.") from None
         if unknown:
             name = unknown[0].partition("=")[0]
-            raise UserError(f"unknown option {name!r}.{suggestion(name, hints, dashes='--')}")
+            raise UserError(f"unknown option {name!r}.{suggestion(name, hints, as_option=True)}")
 
         values = {}
         for name, value in vars(parsed).items():
@@ -535,8 +535,8 @@ def convert(
     section: Mapping[str, Any],
     hints: Mapping[str, Any],
     where: str = "",
-    dashes: str = "",
-    known: str = "`--help` lists the options.",
+    as_option: bool = False,
+    fallback: str = "`--help` lists the options.",
 ) -> dict[str, Any]:
     """Convert the values of a recipe's section or of the command line to the types of the options.
 
@@ -544,8 +544,8 @@ def convert(
         section: Values, {option: value}.
         hints: Type hints, {option: hint}; bounds are `Annotated` with `msgspec.Meta`.
         where: Text that follows an option's name in a message, " in the recipe x.yaml".
-        dashes: "--" if the options are named as on the command line in messages.
-        known: End of the message about an unknown key that resembles no option.
+        as_option: Whether messages name options as on the command line.
+        fallback: Sentence for an unknown key that resembles no option.
 
     Raises:
         UserError: If a key is unknown, or a value has a wrong type or is out of range.
@@ -553,7 +553,7 @@ def convert(
     values = {}
     for name, value in section.items():
         if name not in hints:
-            remedy = suggestion(str(name), hints, known=known)
+            remedy = suggestion(str(name), hints, fallback=fallback)
             raise UserError(f"unknown key {name!r}{where}.{remedy}")
 
         hint = hints[name]
@@ -575,7 +575,7 @@ def convert(
         try:
             values[name] = msgspec.convert(value, hint, strict=False)
         except msgspec.ValidationError:
-            spelled = _dashed(name) if dashes else name.rstrip("_")
+            spelled = _dashed(name) if as_option else name.rstrip("_")
             raise UserError(f"`{spelled}`{where} must be {rule(hint)}, got {value!r}.") from None
         except TypeError:
             # msgspec does not support some of the hints of TrainingArguments.
@@ -615,10 +615,17 @@ def _rule(hint: Any) -> str:
 def suggestion(
     name: str,
     names: Mapping[str, Any] | Sequence[str],
-    dashes: str = "",
-    known: str = "`--help` lists the options.",
+    as_option: bool = False,
+    fallback: str = "`--help` lists the options.",
 ) -> str:
-    """Return " Did you mean ...?" for an unknown option or key, or `known` if none is similar."""
+    """Return " Did you mean ...?" for an unknown option or key.
+
+    Args:
+        name: Unknown option or key.
+        names: Names of the options or keys.
+        as_option: Whether to name the option as on the command line.
+        fallback: Sentence to return if no name is similar.
+    """
     plain = name.lstrip("-").replace("-", "_")
     common = COMMON_NAMES.get(plain, ())
     if isinstance(common, str):
@@ -629,8 +636,8 @@ def suggestion(
     matches += difflib.get_close_matches(plain, list(names), n=1)
     matches += [other for other in names if plain in other.split("_")]
     if not matches:
-        return f" {known}"
-    match = _dashed(matches[0]) if dashes else matches[0].rstrip("_")
+        return f" {fallback}"
+    match = _dashed(matches[0]) if as_option else matches[0].rstrip("_")
     return f" Did you mean {match}?"
 
 

@@ -35,7 +35,9 @@ _FINAL = ".final.tmp"
 def is_record_of(command: str, content: Any) -> bool:
     """Return whether the content of a JSON file is the record of a run of a command."""
     # A file of another program may contain any JSON.
-    return isinstance(content, dict) and content.get("neobert") == command
+    if not isinstance(content, dict) or content.get("neobert") != command:
+        return False
+    return isinstance(content.get("settings"), dict)
 
 
 def differences(previous: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -56,7 +58,7 @@ class Output:
         command: Name of the command.
         settings: Values that identify the run: options, and digests of the input.
         result: Name of the last file.
-        beside: Names of files that may exist before the run, such as `prepared`.
+        preexisting: Names of files that may exist before the run, such as `prepared`.
 
     Attributes:
         settings: The settings as JSON types, without secrets.
@@ -69,7 +71,7 @@ class Output:
         command: str,
         settings: Mapping[str, Any],
         result: str = RESULT,
-        beside: Iterable[str] = (),
+        preexisting: Iterable[str] = (),
     ) -> None:
         self.folder = Path(folder)
         self.command = command
@@ -77,7 +79,7 @@ class Output:
         # lists instead of tuples, and text instead of paths.
         self.settings: dict[str, Any] = json.loads(json.dumps(redacted(settings), default=str))
         self.result = self.folder / result
-        self.beside = {*beside, LOCK}
+        self.preexisting = {*preexisting, LOCK}
 
     def state(self) -> Literal["new", "unfinished", "finished"]:
         """Return the state of the run. The directory is not changed.
@@ -98,14 +100,14 @@ class Output:
             if not changes:
                 return "finished" if record_path == self.result else "unfinished"
             # The other run ended before it had written anything.
-            if not names - self.beside - {RUN}:
+            if not names - self.preexisting - {RUN}:
                 return "new"
             raise UserError(
                 f"{self.folder} contains a run with other settings ({changes}). Repeat its "
-                "settings to resume it, or choose another output directory."
+                "settings to resume it, remove the directory, or choose another output."
             )
 
-        others = sorted(names - self.beside)
+        others = sorted(names - self.preexisting)
         if others:
             raise UserError(
                 f"{self.folder} contains files that this command did not write "
@@ -129,7 +131,7 @@ class Output:
             yield self
 
     @property
-    def scratch(self) -> Path:
+    def final_files_folder(self) -> Path:
         """Directory that `final_files` yields."""
         return self.folder / _FINAL
 
@@ -139,18 +141,18 @@ class Output:
 
         After an exception no file is moved.
         """
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir()
-        yield self.scratch
+        shutil.rmtree(self.final_files_folder, ignore_errors=True)
+        self.final_files_folder.mkdir()
+        yield self.final_files_folder
 
         # An interruption between two moves is harmless: the run is unfinished until `finish`, and
         # writes its final files again.
-        for path in sorted(path for path in self.scratch.rglob("*") if path.is_file()):
+        for path in sorted(path for path in self.final_files_folder.rglob("*") if path.is_file()):
             flush(path)
-            target = self.folder / path.relative_to(self.scratch)
+            target = self.folder / path.relative_to(self.final_files_folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
-        shutil.rmtree(self.scratch)
+        shutil.rmtree(self.final_files_folder)
 
     def finish(self, **content: Any) -> None:
         """Write the last file: the command, the settings, and `content`."""

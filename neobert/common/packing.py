@@ -10,6 +10,10 @@ from torch import nn
 
 ModelT = TypeVar("ModelT")
 
+# A float32 product on a CPU sums the rows behind its last complete group of 16 in another order. If
+# unused rows complete the group, the result of a text does not depend on the batch.
+FLOAT32_ROW_GROUP = 16
+
 
 def pack(
     sequences: Sequence[Sequence[int] | np.ndarray], device: str | torch.device = "cpu"

@@ -62,5 +62,10 @@ def load_rows(
     available = [name for name in optional if name in all_columns]
     required = [*columns, *(name for name in available if texts is None or name in texts)]
     other = [name for name in available if name not in required]
-    checked = rows(source, required, required if texts is None else texts, other)
+    checked = rows(
+        source,
+        required,
+        text_columns=required if texts is None else texts,
+        optional_columns=other,
+    )
     return [{**row, **{name: row.get(name) for name in other}} for row in checked]

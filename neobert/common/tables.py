@@ -10,5 +10,6 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -
 
 
 def _line(cells: Iterable[object]) -> str:
-    texts = ["" if cell is None else str(cell) for cell in cells]
+    # A label may contain the character that separates cells.
+    texts = ["" if cell is None else str(cell).replace("|", r"\|") for cell in cells]
     return f"| {' | '.join(texts)} |\n"

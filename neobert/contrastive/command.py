@@ -31,7 +31,7 @@ from ..common.folders import check_disjoint
 from ..common.identity import files_digest, model_fingerprint
 from ..common.options import identity, log_options
 from ..common.output import Output
-from ..common.pooling import save_for_all_versions
+from ..common.sentence_transformers_files import save_for_all_versions
 from ..embeddings.instructions import format_instruction
 from ..embeddings.packed_encoder import (
     DOCUMENT_PROMPTS,
@@ -54,14 +54,14 @@ from ..training.options import number_options, training_arguments
 from ..training.run import run_once
 from ..training.run_report import RunReport
 from .data import (
+    DistinctTextsBatchSampler,
     MixturePart,
     PairSource,
     SizeAlphaBatchSampler,
-    TextsBatchSampler,
+    build_parts,
     check_batch,
     choose_validation_queries,
     load_source,
-    mix,
     split_queries,
 )
 from .model_card import write_card
@@ -94,7 +94,7 @@ class Mixture:
     Attributes:
         parts: Datasets with their batch sizes and sampling probabilities, {name: part}.
         prompts: Instructions of the run as prompts, {name: {"anchor": prompt}}. Empty for a run
-            without instructions, which uses the prompts of the start model.
+            without instructions, which uses the prompts of the initial model.
         validation: Queries for the evaluation of retrieval, or None.
     """
 
@@ -231,7 +231,7 @@ class ContrastiveRun:
         self.options = options
         self.training = training
         self.sources = sources
-        # Metrics of the model that the training starts from.
+        # Metrics of the initial model.
         self.before: dict[str, float] = {}
 
     def build(self) -> ContrastiveTrainer:
@@ -249,7 +249,7 @@ class ContrastiveRun:
             adapter = lora_config(model[0].auto_model, **(options.lora.settings() or {}))
             model.add_adapter(adapter)
 
-        # A resumed run evaluates the start model again, because a checkpoint contains no metrics.
+        # A resumed run evaluates the initial model again, because a checkpoint contains no metrics.
         if is_main():
             log_mixture(self.mixture)
             if self.mixture.prompts:
@@ -272,7 +272,7 @@ class ContrastiveRun:
             model = merge_lora(model, folder / "adapter", options)
 
         # The evaluation after the training uses the prompts, so they are set before it. Without
-        # instructions, the encoder keeps the prompts of the start model.
+        # instructions, the encoder keeps the prompts of the initial model.
         if self.mixture.prompts:
             model.prompts = self.new_prompts()
             # sentence-transformers cannot load a model whose default prompt does not exist.
@@ -345,7 +345,7 @@ def run_identity(
 
 
 def load_model(options: ContrastiveOptions) -> SentenceTransformer:
-    """Load the model to start from."""
+    """Load the initial model."""
     name = options.model.model
     return load_sentence_transformer(name, **options.encoder.loading(name))
 
@@ -375,7 +375,7 @@ def build_mixture(
 
     # The sampling probabilities and batches are those of the data without the validation queries.
     loss = options.loss
-    parts = mix(datasets, training.train_batch_size, loss.batch_texts, loss.alpha)
+    parts = build_parts(datasets, training.train_batch_size, loss.batch_texts, loss.alpha)
     prompts = {}
     for source in sources:
         part = parts[source.name]
@@ -502,12 +502,14 @@ def build_trainer(
     # Its widget examples would be collected at the start of the training nevertheless.
     model.model_card_data.generate_widget_examples = False
     # The library treats an empty dictionary as the prompts of a single dataset.
-    training.prompts = mixture.prompts or start_prompts(model, mixture.parts) or None
+    training.prompts = mixture.prompts or initial_prompts(model, mixture.parts) or None
 
     # The library calls both with the data, the batch size and the seed.
-    training.batch_sampler = functools.partial(TextsBatchSampler, batch_texts=loss.batch_texts)
+    training.batch_sampler = functools.partial(
+        DistinctTextsBatchSampler, batch_texts=loss.batch_texts
+    )
     training.multi_dataset_batch_sampler = functools.partial(
-        SizeAlphaBatchSampler, alpha=loss.alpha, group=training.world_size
+        SizeAlphaBatchSampler, alpha=loss.alpha, num_processes=training.world_size
     )
     return ContrastiveTrainer(
         model=model,
@@ -534,7 +536,7 @@ def summarize(trainer: ContrastiveTrainer, mixture: Mixture) -> dict[str, Any]:
 
 
 def comparison_warning(validation: Mapping[str, Any]) -> str | None:
-    """Return a warning if the encoder is not better than the start model or than TF-IDF."""
+    """Return a warning if the encoder is not better than the initial model or than TF-IDF."""
     after = validation["after"]["mrr@10"]
     for name, encoder in (("before", "it was before the training"), ("tf-idf", "TF-IDF")):
         score = validation[name]["mrr@10"]
@@ -561,16 +563,16 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
     return {"query": query, "document": "", **named}
 
 
-def start_prompts(
+def initial_prompts(
     model: SentenceTransformer, parts: Mapping[str, MixturePart]
 ) -> dict[str, dict[str, str]]:
-    """Return the prompts of the start model for training without instructions.
+    """Return the prompts of the initial model for training without instructions.
 
     Queries have the prompt of `model.encode_query`, and positives and negatives have the prompt of
     `model.encode_document`.
 
     Args:
-        model: Start model.
+        model: Initial model.
         parts: Datasets by name.
 
     Returns:
@@ -600,10 +602,10 @@ def text_of_prompt(model: SentenceTransformer, names: Sequence[str]) -> str:
 
 
 def warn_about_replaced_prompts(model: SentenceTransformer, prompts: Mapping[str, str]) -> None:
-    """Log a warning if the start model has prompts that a run with instructions replaces.
+    """Log a warning if the initial model has prompts that a run with instructions replaces.
 
     Args:
-        model: Start model.
+        model: Initial model.
         prompts: Prompts of the encoder after the training.
     """
     replaced = [
@@ -613,8 +615,8 @@ def warn_about_replaced_prompts(model: SentenceTransformer, prompts: Mapping[str
     ]
     if replaced:
         logger.warning(
-            "The instructions of this run replace the prompts of the start model (%s). To train "
-            "with the prompts of the start model, pass no instructions.",
+            "The instructions of this run replace the prompts of the initial model (%s). To train "
+            "with the prompts of the initial model, pass no instructions.",
             listed(replaced, 5),
         )
 
@@ -630,6 +632,6 @@ def merge_lora(
     adapted: Any = model[0].auto_model
     adapted.save_pretrained(adapter_folder)
     merged = load_model(options)
-    start: Any = merged[0].auto_model
-    PeftModel.from_pretrained(start, adapter_folder).merge_and_unload()
+    transformer: Any = merged[0].auto_model
+    PeftModel.from_pretrained(transformer, adapter_folder).merge_and_unload()
     return merged

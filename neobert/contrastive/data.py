@@ -21,7 +21,15 @@ from sentence_transformers.base.sampler import (
     NoDuplicatesBatchSampler,
 )
 
-from ..common.data import file_format, files, fraction, numbered_rows, rows, schema
+from ..common.data import (
+    file_format,
+    files,
+    hash_fraction,
+    numbered_rows,
+    replace_surrogates,
+    rows,
+    schema,
+)
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
@@ -43,7 +51,7 @@ MIN_QUERIES_TO_SPLIT = 200
 # Formats in which each row has its own columns.
 _JSON_FORMATS = (".jsonl", ".ndjson", ".json")
 # Column of the cached rows with the reason why a row is left out.
-LEFT_OUT = "left_out"
+SKIP_REASON = "skip_reason"
 
 
 @dataclass(frozen=True)
@@ -111,8 +119,8 @@ class PairSource:
         # The ranges of the values are in the annotations, which `include_extras` keeps.
         hints = get_type_hints(cls, include_extras=True)
         where = f" of the dataset {entry['name']!r}"
-        known = f"Allowed keys are {', '.join(hints)}."
-        return cls(**convert(entry, hints, where, known=known))
+        fallback = f"Allowed keys are {', '.join(hints)}."
+        return cls(**convert(entry, hints, where, fallback=fallback))
 
 
 def lookup(value: Any, path: str) -> Any:
@@ -137,7 +145,7 @@ def lookup(value: Any, path: str) -> Any:
     return None
 
 
-def unusable(row: Mapping[str, Any], source: PairSource, negative_count: int) -> str | None:
+def reason_to_skip(row: Mapping[str, Any], source: PairSource, negative_count: int) -> str | None:
     """Return why a row is left out, or None for a row that is used."""
     for name, path in (("anchor", source.anchor), ("positive", source.positive)):
         if not _is_text(lookup(row, path)):
@@ -151,7 +159,9 @@ def unusable(row: Mapping[str, Any], source: PairSource, negative_count: int) ->
     return None
 
 
-def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> dict[str, str]:
+def build_example(
+    row: Mapping[str, Any], source: PairSource, negative_count: int
+) -> dict[str, str]:
     """Return the columns anchor, positive, negative_1, ... of a usable row.
 
     Args:
@@ -163,7 +173,7 @@ def example(row: Mapping[str, Any], source: PairSource, negative_count: int) -> 
     texts = _negatives(row, source)
     negatives = [texts[i % len(texts)] for i in range(negative_count)]
     values = [lookup(row, source.anchor), lookup(row, source.positive), *negatives]
-    return dict(zip(_columns(negative_count), values))
+    return dict(zip(_columns(negative_count), map(replace_surrogates, values)))
 
 
 def _negatives(row: Mapping[str, Any], source: PairSource) -> list[str]:
@@ -205,17 +215,17 @@ def load_source(source: PairSource) -> "Dataset":
     from datasets.exceptions import DatasetGenerationError, DatasetsError
 
     try:
-        # `from_generator` caches its result by a hash of the arguments. Without the content among
-        # them, a file that has changed would be read from the cache.
-        content = files_digest([source.path]) if source.is_local else _rows(source)
+        # `from_generator` caches its result by a hash of the arguments. Without a digest of the
+        # content among them, a file that has changed would be read from the cache.
+        cache_key = files_digest([source.path]) if source.is_local else _rows(source)
 
         # A first iteration counts the negatives, because the columns must be known in advance.
         all_rows = _rows(source) if source.negatives else ()
         count = max((len(_negatives(row, source)) for row in all_rows), default=0)
         data = Dataset.from_generator(
             _examples,
-            features=Features({name: Value("string") for name in (*_columns(count), LEFT_OUT)}),
-            gen_kwargs={"source": source, "count": count, "content": content},
+            features=Features({name: Value("string") for name in (*_columns(count), SKIP_REASON)}),
+            gen_kwargs={"source": source, "count": count, "cache_key": cache_key},
         )
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
         # The library has no exception type for a generator without items.
@@ -231,7 +241,7 @@ def load_source(source: PairSource) -> "Dataset":
         raise UserError(
             f"the dataset {source.name} ({source.path}) cannot be read: {reason}."
         ) from error
-    return _without_left_out(data, source)
+    return _select_usable(data, source)
 
 
 def _rows(source: PairSource) -> Iterable[dict[str, Any]]:
@@ -254,14 +264,14 @@ def _local_rows(source: PairSource) -> Iterator[dict[str, Any]]:
     """
     required = replace(source, negatives=[]).columns
     unseen = set(source.columns) - set(required)
-    for row in rows(source.path, required, optional=sorted(unseen)):
+    for row in rows(source.path, required, optional_columns=sorted(unseen)):
         unseen.difference_update(row)
         yield row
     if unseen:
         raise UserError(f"{source.path} has no row with the column {min(unseen)!r}.")
 
 
-def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str, str | None]]:
+def _examples(source: PairSource, count: int, cache_key: Any) -> Iterator[dict[str, str | None]]:
     """Yield the example of every row, or the reason why the row is left out.
 
     The library does not run this generator if the result is in its cache, so messages of the
@@ -270,12 +280,13 @@ def _examples(source: PairSource, count: int, content: Any) -> Iterator[dict[str
     Args:
         source: Dataset.
         count: Number of negatives of every example.
-        content: Digest of the file, or dataset. It is a part of the key of the cache.
+        cache_key: Digest of the file, or dataset. It is not used here: the library computes the
+            key of its cache from all arguments.
     """
     for row in _rows(source):
-        reason = unusable(row, source, count)
-        columns = dict.fromkeys(_columns(count)) if reason else example(row, source, count)
-        yield {**columns, LEFT_OUT: reason}
+        reason = reason_to_skip(row, source, count)
+        columns = dict.fromkeys(_columns(count)) if reason else build_example(row, source, count)
+        yield {**columns, SKIP_REASON: reason}
 
 
 def _columns(count: int) -> list[str]:
@@ -283,13 +294,13 @@ def _columns(count: int) -> list[str]:
     return ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
 
 
-def _without_left_out(data: "Dataset", source: PairSource) -> "Dataset":
+def _select_usable(data: "Dataset", source: PairSource) -> "Dataset":
     """Return the examples of a dataset, and log how many rows are left out and why.
 
     Raises:
         UserError: If all rows are left out.
     """
-    reasons = data[LEFT_OUT][:]
+    reasons = data[SKIP_REASON][:]
     used = [i for i, reason in enumerate(reasons) if reason is None]
     counts = Counter(reason for reason in reasons if reason)
     summary = ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
@@ -308,7 +319,7 @@ def _without_left_out(data: "Dataset", source: PairSource) -> "Dataset":
             summary,
         )
         data = data.select(used)
-    return data.remove_columns(LEFT_OUT)
+    return data.remove_columns(SKIP_REASON)
 
 
 def _join_qrels(source: PairSource) -> "Dataset":
@@ -366,7 +377,7 @@ def choose_validation_queries(queries: Iterable[str], percent: float) -> set[str
     # its validation queries.
     count = max(MIN_VALIDATION_QUERIES, int(len(distinct) * percent / 100))
     count = min(count, MAX_VALIDATION_QUERIES)
-    return set(heapq.nsmallest(count, distinct, key=fraction))
+    return set(heapq.nsmallest(count, distinct, key=hash_fraction))
 
 
 def split_queries(data: "Dataset", queries: Collection[str]) -> "tuple[Dataset, Dataset]":
@@ -414,7 +425,7 @@ class MixturePart:
     probability: float
 
 
-def mix(
+def build_parts(
     datasets: "Mapping[str, Dataset]", batch_size: int, batch_texts: int | None, alpha: float
 ) -> dict[str, MixturePart]:
     """Return the parts of a mixture, {name: part}.
@@ -444,8 +455,8 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
     """Batch sampler over datasets that are sampled with probability proportional to size^alpha.
 
     A small dataset is repeated in a new order as often as needed. An epoch has as many batches as
-    all datasets together. `group` consecutive batches are from the same dataset: the batches of all
-    processes in one step, whose texts may be negatives of one another.
+    all datasets together. `num_processes` consecutive batches are from the same dataset: the
+    batches of all processes in one step, whose texts may be negatives of one another.
 
     Args:
         dataset: Concatenated datasets.
@@ -453,7 +464,7 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         generator: Not used; the sampler has its own generator.
         seed: Random seed.
         alpha: Exponent of the size: 0 samples datasets uniformly, 1 in proportion to their size.
-        group: Number of processes.
+        num_processes: Number of processes.
     """
 
     def __init__(
@@ -463,13 +474,13 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         generator: torch.Generator | None = None,
         seed: int = 0,
         alpha: float = 0.5,
-        group: int = 1,
+        num_processes: int = 1,
     ) -> None:
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
         # The library sets the batch size of the first dataset, but datasets have batches of
         # different sizes. accelerate would drop the batches of all other sizes.
         self.batch_size = None  # type: ignore[assignment]
-        self.group = group
+        self.num_processes = num_processes
         parts: list[Any] = list(dataset.datasets)
         self.probabilities = probabilities([len(part) for part in parts], alpha)
 
@@ -487,10 +498,10 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         weights = torch.tensor(self.probabilities, dtype=torch.float64)
         batches = [self._batches(number) for number in range(len(self.batch_samplers))]
 
-        # accelerate gives each process one of `group` consecutive batches.
-        for _ in range(len(self) // self.group):
+        # accelerate gives each process one of `num_processes` consecutive batches.
+        for _ in range(len(self) // self.num_processes):
             dataset_index = int(torch.multinomial(weights, 1, generator=generator))
-            for _ in range(self.group):
+            for _ in range(self.num_processes):
                 yield [index + offsets[dataset_index] for index in next(batches[dataset_index])]
 
     def _batches(self, number: int) -> Iterator[list[int]]:
@@ -505,10 +516,11 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
 
     def __len__(self) -> int:
         # An incomplete last group would leave a process without a batch.
-        return sum(len(sampler) for sampler in self.batch_samplers) // self.group * self.group
+        num_batches = sum(len(sampler) for sampler in self.batch_samplers)
+        return num_batches - num_batches % self.num_processes
 
 
-class TextsBatchSampler(NoDuplicatesBatchSampler):
+class DistinctTextsBatchSampler(NoDuplicatesBatchSampler):
     """Batch sampler whose batches contain no text twice.
 
     A text that occurs twice in a batch would be a negative of its own row.
@@ -556,7 +568,7 @@ def rows_per_batch(dataset: "Dataset", batch_size: int, batch_texts: int | None 
 def check_batch(source: PairSource, data: "Dataset", size: int) -> None:
     """Raise UserError if no batch of `size` rows with distinct texts can be formed."""
     # Without this check, the sampler of the dataset would yield nothing in an endless loop.
-    if next(iter(TextsBatchSampler(data, size)), None) is None:
+    if next(iter(DistinctTextsBatchSampler(data, size)), None) is None:
         raise UserError(
             f"{source.name} ({source.path}): cannot form a batch of {size} rows with distinct "
             f"texts from {len(data):,} usable rows. Reduce --batch-texts (or, without it, "

@@ -37,14 +37,14 @@ def write_card(
     """
     # `folder` is a temporary directory, so the name is that of the output directory.
     name = printable(Path(options.model.output).resolve().name)
-    start = options.model.model
+    initial_model = options.model.model
     # Local files are not listed in the metadata, because nobody else can load them.
     hub_datasets = list(dict.fromkeys(source.path for source in sources if not source.is_local))
-    # Without an option, the license is that of the start model, and the card states this below.
-    license_of_weights = license_metadata(options.card.license, read_card(start))
+    # Without an option, the license is that of the initial model, and the card states this below.
+    license_of_weights = license_metadata(options.card.license, read_card(initial_model))
     metadata = front_matter(
         **license_of_weights,
-        **base_model_metadata(options.card.base_model, start),
+        **base_model_metadata(options.card.base_model, initial_model),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
         tags=[
@@ -62,7 +62,7 @@ def write_card(
     comment = "  # adds the instruction of the training" if has_instruction else ""
     inherited = ""
     if license_of_weights and not options.card.license:
-        inherited = "The license is that of the start model's card.\n\n"
+        inherited = "The license is that of the initial model's card.\n\n"
     data = [
         [printable(key), f"{rows:,}", f"{summary['probabilities'][key]:.3f}"]
         for key, rows in summary["rows"].items()
@@ -74,7 +74,7 @@ def write_card(
     text = f"""
 # {name}
 
-A sentence encoder: `{printable(shorten_path(start))}` after {summary["steps"]:,} steps of contrastive training with [sentence-transformers](https://sbert.net).
+A sentence encoder: `{printable(shorten_path(initial_model))}` after {summary["steps"]:,} steps of contrastive training with [sentence-transformers](https://sbert.net).
 Texts are truncated to {length}.
 
 ```python

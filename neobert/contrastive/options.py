@@ -24,7 +24,7 @@ DEFAULT_MAX_LENGTH = 1024
 
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
-    """Model to start from, and output directory."""
+    """Initial model, and output directory."""
 
     title = "Model"
 
@@ -114,7 +114,7 @@ class LossOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class ContrastiveEncoderOptions(EncoderOptions):
-    """Loading of the model to start from."""
+    """Loading of the initial model."""
 
     max_length: Annotated[int, Meta(ge=3, le=2**31 - 1)] | None = option(
         None,
@@ -165,6 +165,7 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
             or the file of instructions lacks a dataset.
     """
     # This module is imported for `--help`, and the data module imports torch.
+    from ..common.data import FORMATS
     from .data import PairSource, with_negatives
 
     sources = [PairSource.from_entry(entry) for entry in data.datasets]
@@ -176,7 +177,14 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
             )
         # "pairs.jsonl.gz" has the name "pairs".
         name = Path(path).name.split(".")[0]
-        sources.append(PairSource(name=name, path=path, instruction=instructions.instruction))
+        source = PairSource(name=name, path=path, instruction=instructions.instruction)
+        # The name of a dataset on the Hub has no such suffix either.
+        if not source.is_local:
+            raise UserError(
+                f"the names of `pairs` must end in one of {', '.join(FORMATS)}, got {path}. Rename "
+                "the file."
+            )
+        sources.append(source)
 
     # The names identify the datasets in prompts, results and the model card.
     names = [source.name for source in sources]

@@ -13,7 +13,7 @@ from ..common.errors import printable
 from ..common.identity import sha256
 from ..common.loading import copy_code, dtype_name
 from ..common.model_card import front_matter
-from ..common.pooling import write_sentence_transformers
+from ..common.sentence_transformers_files import write_sentence_transformers
 from .architecture import Conversion
 from .heads import Head
 from .tokenizer import write_tokenizer

@@ -59,8 +59,10 @@ def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
     if weights is None or not weights.tensors:
         raise UserError(f"{step_path} must contain tensors, got none.")
 
-    # A link is not resolved: the configuration is beside the path that the user has passed.
+    # The configuration is beside the path that the user has passed, or where a link leads to.
     folders = _run_folders(Path(os.path.abspath(step_path)), Path(os.path.abspath(path)))
+    targets = _run_folders(Path(os.path.realpath(step_path)), Path(os.path.realpath(path)))
+    folders += [folder for folder in targets if folder not in folders]
     tensors = canonical_names(weights.tensors, step_path)
     return Checkpoint(step_path, weights.format, tensors, folders, weights.notes)
 
@@ -124,12 +126,17 @@ def _find_reader(path: Path) -> _Reader | None:
 
 
 def _read_latest(folder: Path) -> Path | None:
-    """Return the directory that DeepSpeed's file `latest` names, or None without this file.
+    """Return the directory that the file or link `latest` names, or None if there is neither.
+
+    DeepSpeed writes a file. A link must lead to a directory beside it.
 
     Raises:
         UserError: If the file contains anything but a name.
     """
     file = folder / "latest"
+    if file.is_symlink() and file.is_dir():
+        target = Path(os.path.realpath(file))
+        return folder / target.name if target.parent == Path(os.path.realpath(folder)) else None
     if not file.is_file():
         return None
     # The file may be untrusted, and must not name a path outside its directory.
@@ -146,7 +153,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
 
     Args:
         path: File, directory of a step, or directory of a run.
-        step: Step of a run. By default the step that the file `latest` names, else the highest.
+        step: Step of a run. By default the step that `latest` names, else the highest.
 
     Raises:
         UserError: If there is no checkpoint, or not this step.

@@ -7,7 +7,7 @@ It is trained with the trainer of sentence-transformers on packed batches.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +41,35 @@ from ..training.run_report import RunReport
 from .data import (
     Texts,
     TextSource,
+    check_readable,
     check_validation_names,
+    count_overlap,
     read_texts,
     teacher_embeddings,
     texts_digest,
 )
-from .loss import Agreement, DistillLoss
+from .loss import Agreement, DistillLoss, EvaluatedTexts
 from .model_card import write_card
 from .options import OPTIONS, DistillOptions
 from .student import (
-    STORED_AS,
+    STORAGE_DTYPES,
+    TOKEN_TABLE_VERSION,
     balance_student,
     build_student,
     check_hidden_states,
     embed_single_tokens,
     fit_token_embeddings,
+    resolve_embeddings_from_teacher,
     save_student,
-    starts_from_teacher,
-    take_embeddings,
+    set_token_embeddings,
 )
-from .transfer import TeacherLayers, equal_lengths, initialize_blocks, select_layers
+from .transfer import (
+    TRANSFER_VERSION,
+    TeacherLayers,
+    equal_lengths,
+    initialize_blocks,
+    load_teacher_layers,
+)
 
 
 logger = logging.getLogger("neobert.distillation")
@@ -269,9 +278,10 @@ class Distillation:
         )
         encoder = teacher.sentence_transformer
 
-        # The default of --embeddings-from-teacher depends on both models, and is resolved here.
-        has_teacher_start = starts_from_teacher(model, self.options.student, teacher)
-        student = self.initial_student(teacher, has_teacher_start)
+        embeddings_from_teacher = resolve_embeddings_from_teacher(
+            model, self.options.student, teacher
+        )
+        student = self.initial_student(teacher, embeddings_from_teacher)
         if self.options.loss.hidden_state_weight:
             check_hidden_states(student, encoder)
 
@@ -281,29 +291,30 @@ class Distillation:
             # Another run may share the work directory.
             locked(self.options.work_folder / "vectors", wait=True),
         ):
-            embeddings, sets, table = embed_texts(
-                self.options, has_teacher_start, self.texts, teacher
-            )
-        if table is not None:
-            take_embeddings(student, table, STORED_AS[self.options.student.embedding_dtype])
+            embeddings = embed_texts(self.options, embeddings_from_teacher, self.texts, teacher)
+        if embeddings.token_table is not None:
+            storage = STORAGE_DTYPES[self.options.student.embedding_dtype]
+            set_token_embeddings(student, embeddings.token_table, storage)
 
-        self.agreement = Agreement(sets)
+        self.agreement = Agreement(embeddings.evaluated)
         if is_main():
-            # The evaluation is deterministic, so a resumed run compares with the same start.
-            self._evaluate_before(encoder, student)
-        return self._trainer(student, embeddings, encoder)
+            # The evaluation is deterministic, so a resumed run compares with the same initial
+            # student.
+            self._evaluate_before_training(encoder, student)
+        return self._trainer(student, embeddings.train, encoder)
 
     def initial_student(
-        self, teacher: PackedEncoder, has_teacher_start: bool
+        self, teacher: PackedEncoder, embeddings_from_teacher: bool
     ) -> SentenceTransformer:
         """Return the student before training.
 
         Args:
             teacher: Teacher.
-            has_teacher_start: Whether the token embeddings will be initialized from the teacher.
+            embeddings_from_teacher: Whether the token embeddings will be initialized from the
+                teacher, see `resolve_embeddings_from_teacher`.
         """
         model = self.options.model
-        options = replace(self.options.student, embeddings_from_teacher=has_teacher_start)
+        options = replace(self.options.student, embeddings_from_teacher=embeddings_from_teacher)
         encoder = teacher.sentence_transformer
         student = build_student(model, options, encoder, teacher.embedding_dimension)
         if model.init_from_teacher:
@@ -321,14 +332,15 @@ class Distillation:
         exact_teacher = load_sentence_transformer(
             model.teacher, self.training.device, trust_remote_code=model.trust_remote_code
         )
-        layers = select_layers(student, exact_teacher, model.teacher_layers)
-        self.teacher_layers = layers.numbers
+        layers = load_teacher_layers(student, exact_teacher, model.teacher_layers)
+        self.teacher_layers = layers.indices
 
         # The name of the file is a digest of everything that the blocks depend on.
         student_model: Any = student[0].auto_model
         settings = [
+            f"version {TRANSFER_VERSION}",
             model_digest(model.teacher),
-            repr(layers.numbers),
+            repr(layers.indices),
             student_model.config.to_json_string(),
             options.student.embedding_dtype,
             f"{model.transfer_steps} {options.student.max_length} {self.training.bf16} "
@@ -346,7 +358,9 @@ class Distillation:
                 self._compute_blocks(student_model, layers, teacher)
                 with new_file(path) as file:
                     file.write(save(student_model.to("cpu").state_dict()))
-        student_model.to("cpu").load_state_dict(load_file(path))
+        with check_readable(path):
+            weights = load_file(path)
+        student_model.to("cpu").load_state_dict(weights)
 
     def _compute_blocks(
         self, student_model: Any, layers: TeacherLayers, teacher: PackedEncoder
@@ -361,7 +375,7 @@ class Distillation:
             layers,
             [batch.to(device) for batch in equal_lengths(tokens, TRANSFER_TOKENS)],
             self.options.model.transfer_steps,
-            STORED_AS[self.options.student.embedding_dtype],
+            STORAGE_DTYPES[self.options.student.embedding_dtype],
             self.training.bf16,
             self.options.student.muon,
         )
@@ -377,14 +391,26 @@ class Distillation:
         )
         if self.training.eval_strategy != "no":
             self.texts.check_evaluated()
+        if self.queries:
+            pair_texts = {*self.queries.relevant, *self.queries.texts}
+            if copies := count_overlap(self.texts.train, pair_texts):
+                logger.warning(
+                    "%s: %s of %s queries and texts are also training texts, so the student may "
+                    "retrieve new texts less well than these.",
+                    data.validation_file,
+                    f"{copies:,}",
+                    f"{len(pair_texts):,}",
+                )
 
-    def _evaluate_before(self, teacher: SentenceTransformer, student: SentenceTransformer) -> None:
-        """Evaluate the teacher, and the student before training."""
+    def _evaluate_before_training(
+        self, teacher: SentenceTransformer, student: SentenceTransformer
+    ) -> None:
+        """Evaluate the teacher and the initial student."""
         teacher_metrics = dict.fromkeys(self.agreement.names, 1.0)
         if self.queries:
             teacher_metrics |= evaluate_retrieval(teacher, self.queries)
-        start_metrics = self._evaluate(student.to(self.training.device))
-        self.comparison = {"teacher": teacher_metrics, "start": start_metrics}
+        initial_metrics = self._evaluate(student.to(self.training.device))
+        self.comparison = {"teacher": teacher_metrics, "start": initial_metrics}
 
     def _evaluate(self, model: SentenceTransformer) -> dict[str, float]:
         """Return the agreement of an encoder with the teacher and its retrieval metrics."""
@@ -400,10 +426,11 @@ class Distillation:
         if self.options.student.compile:
             compile_blocks(student[0].auto_model)
         training.batch_sampler = ShuffledBatches
-        # A smaller batch has fewer similarities, and a single text has none.
+        # Drop the last, smaller batch: its similarity loss would average over fewer pairs, or over
+        # none.
         count = len(self.texts.train)
         training.dataloader_drop_last = count > training.train_batch_size
-        # The label is the number of a text, by which the loss finds its embedding.
+        # The label is the index of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         options = self.options.loss
         transformer = teacher[0] if options.hidden_state_weight else None
@@ -419,7 +446,11 @@ class Distillation:
         return trainer
 
     def save(self, trainer: DistillTrainer, folder: Path) -> dict[str, Any]:
-        """Write the student, compare it with its teacher and start, return the result."""
+        """Write the student, and compare it with the teacher and the initial student.
+
+        Returns:
+            The content of figures.json.
+        """
         if not is_main():
             return {}
         student = trainer.accelerator.unwrap_model(trainer.model)
@@ -455,20 +486,31 @@ class Distillation:
         return result
 
 
+@dataclass(frozen=True)
+class TeacherEmbeddings:
+    """Embeddings of the teacher for a run.
+
+    Attributes:
+        train: Embeddings of the training texts, (N, D) float16, memory-mapped.
+        evaluated: Evaluated texts with their embeddings, by name.
+        token_table: Initial token embeddings of the student, (V, D) float32, or None.
+    """
+
+    train: np.ndarray
+    evaluated: dict[str, EvaluatedTexts]
+    token_table: torch.Tensor | None
+
+
 def embed_texts(
-    options: DistillOptions, has_teacher_start: bool, texts: Texts, teacher: PackedEncoder
-) -> tuple[np.ndarray, dict[str, tuple[list[str], np.ndarray]], torch.Tensor | None]:
+    options: DistillOptions, embeddings_from_teacher: bool, texts: Texts, teacher: PackedEncoder
+) -> TeacherEmbeddings:
     """Compute the embeddings of the teacher, or read them from the work directory.
 
     Args:
         options: Options of the command.
-        has_teacher_start: Whether the token embeddings are initialized from the teacher.
+        embeddings_from_teacher: Whether the token embeddings are initialized from the teacher.
         texts: Texts of the run.
         teacher: Teacher.
-
-    Returns:
-        The embeddings of the training texts, (N, D) float16 on disk; the evaluated texts with their
-        embeddings, {name: (texts, embeddings)}; and the token embeddings of the student or None.
     """
     # The embeddings depend on these values and on the texts, which the name of a file identifies.
     settings = [
@@ -479,27 +521,31 @@ def embed_texts(
     if teacher.default_prompt:
         settings.append(teacher.default_prompt)
 
-    def path_of(name: str, rows: Sequence[str]) -> Path:
-        file = f"{name}-{texts_digest([*settings, *rows])}.npy"
+    def path_of(name: str, content: Sequence[str]) -> Path:
+        file = f"{name}-{texts_digest([*settings, *content])}.npy"
         return options.work_folder / "vectors" / file
 
-    sets = {}
+    evaluated = {}
     for name, rows in texts.evaluated.items():
-        sets[name] = (rows, np.float32(teacher_embeddings(path_of(name, rows), rows, teacher)))
+        embeddings = np.float32(teacher_embeddings(path_of(name, rows), rows, teacher))
+        evaluated[name] = EvaluatedTexts(rows, embeddings)
     # The embeddings of the training texts may be larger than the memory, and stay on disk.
     train_path = path_of("train", texts.train)
-    embeddings = teacher_embeddings(train_path, texts.train, teacher)
-    if not has_teacher_start:
-        return embeddings, sets, None
+    train_embeddings = teacher_embeddings(train_path, texts.train, teacher)
+    if not embeddings_from_teacher:
+        return TeacherEmbeddings(train_embeddings, evaluated, None)
 
-    path = path_of("tokens", texts.train)
+    # The token table also depends on the algorithm.
+    path = path_of("tokens", [f"version {TOKEN_TABLE_VERSION}", *texts.train])
     if not path.is_file():
         vocabulary_size = len(teacher.sentence_transformer.tokenizer)
         single_tokens = embed_single_tokens(teacher, vocabulary_size)
         tokens = teacher.tokenize(texts.train)
         with new_file(path) as file:
-            np.save(file, fit_token_embeddings(single_tokens, tokens, embeddings))
-    return embeddings, sets, torch.from_numpy(np.load(path))
+            np.save(file, fit_token_embeddings(single_tokens, tokens, train_embeddings))
+    with check_readable(path):
+        table = np.load(path)
+    return TeacherEmbeddings(train_embeddings, evaluated, torch.from_numpy(table))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -507,14 +553,14 @@ def embed_texts(
 
 
 def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Return a warning if the student is not better than its start or far from its teacher.
+    """Return a warning if the student has not improved, or is far from its teacher.
 
     The student is compared by MRR@10 if there are validation pairs, otherwise by the Spearman
-    correlation of its similarities with those of the teacher. The cosine does not show progress: a
-    start from the teacher's token embeddings maximizes it, and students with the same cosine as
-    their start retrieve much better.
+    correlation of its similarities with those of the teacher. The cosine does not show progress:
+    the initialization from the teacher's token embeddings maximizes it, and a trained student with
+    the cosine of the initial student retrieves much better than the initial student.
     """
-    start = comparison["start"]
+    initial = comparison["start"]
     student = comparison["student"]
     # Without evaluated texts there is nothing to compare.
     correlations = [name for name in student if name.endswith("_spearman")]
@@ -522,24 +568,24 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
         return None
 
     name = "mrr@10" if "mrr@10" in student else correlations[0]
-    if student[name] <= start[name]:
+    if student[name] <= initial[name]:
         return (
             f"the student is not better than its start ({name.replace('_', ' ')} "
-            f"{student[name]:.3f}, start {start[name]:.3f}). Train for more epochs or with more "
+            f"{student[name]:.3f}, start {initial[name]:.3f}). Train for more epochs or with more "
             "texts, or lower --learning-rate."
         )
     # There is no cosine if the embeddings differ in their dimension.
     cosine = student.get(correlations[0].replace("_spearman", "_cosine"))
     if cosine is not None and cosine < LOW_COSINE:
         return (
-            f"the student agrees little with its teacher (mean cosine {cosine:.3f}). Start from "
-            "the teacher with --embeddings-from-teacher, or train for more epochs."
+            f"the student agrees little with its teacher (mean cosine {cosine:.3f}). Train for "
+            "more epochs or with more texts."
         )
     return None
 
 
 def comparison_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table of teacher, start and student with one column per metric."""
+    """Return a table of teacher, initial student and student with one column per metric."""
     # The model card contains the standard errors.
     names = [name for name in comparison["student"] if not name.endswith("_se")]
     rows = []
@@ -551,10 +597,10 @@ def comparison_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
 
 def agreement_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """Return the agreement at every evaluation, from the log of the trainer."""
-    kept = ("step", "_cosine", "_spearman")
+    suffixes = ("step", "_cosine", "_spearman")
     rows = []
     for entry in history:
-        row = {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(kept)}
+        row = {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(suffixes)}
         # Entries with losses have a step, too, but no agreement.
         if len(row) > 1:
             rows.append(row)

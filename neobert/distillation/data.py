@@ -4,6 +4,7 @@ The embeddings of N texts are stored in a file `NAME.npy`, (N, D) float16. `NAME
 contains the number of embeddings that are finished, so an interrupted run resumes.
 """
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -15,10 +16,11 @@ from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from msgspec import Meta
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from ..common.data import file_format, fraction, rows
-from ..common.errors import UserError, listed
+from ..common.data import file_format, hash_fraction, rows
+from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json, write_json
 from ..common.options import convert
 from ..embeddings.packed_encoder import PackedEncoder
@@ -77,12 +79,12 @@ class TextSource:
         # Lines of a text file have no columns, and are read as rows with the column "text".
         if file_format(self.path) == ".txt":
             columns = ["text"]
-        for row in rows(self.path, columns, columns):
+        for row in rows(self.path, columns, text_columns=columns):
             texts = [row[column].strip() for column in columns]
             texts = [text for text in texts if text]
             # The hash decides about all texts of a row together. Its prefix makes it independent of
             # that of `is_validation_text`.
-            if texts and fraction(f"share {texts[0]}") < self.share:
+            if texts and hash_fraction(f"share {texts[0]}") < self.share:
                 yield from texts
 
 
@@ -92,7 +94,7 @@ def is_validation_text(text: str, percent: float) -> bool:
     The result depends on the words of the text only, so copies with other spaces or capital
     letters are held out, too.
     """
-    return fraction(_normalized(text)) < percent / 100
+    return hash_fraction(_normalized(text)) < percent / 100
 
 
 def _normalized(text: str) -> str:
@@ -116,9 +118,9 @@ class Texts:
 
     @property
     def evaluated(self) -> dict[str, list[str]]:
-        """Sets of at least 3 texts on which the agreement with the teacher is evaluated."""
-        sets = {"validation": self.validation, **self.other}
-        return {name: texts for name, texts in sets.items() if len(texts) >= MIN_EVALUATED_TEXTS}
+        """Texts by name on which the agreement is evaluated, at least 3 per name."""
+        by_name = {"validation": self.validation, **self.other}
+        return {name: texts for name, texts in by_name.items() if len(texts) >= MIN_EVALUATED_TEXTS}
 
     def check_evaluated(self) -> None:
         """Raise UserError if there is no text to evaluate on."""
@@ -140,11 +142,12 @@ def check_validation_names(sources: Iterable[TextSource]) -> None:
     """Raise UserError if two sources of validation texts have one name, or one is reserved."""
     # The names identify the sets in results and metrics, next to the texts of the run.
     names = [source.name for source in sources]
-    taken = [name for name in names if names.count(name) > 1 or name in RESERVED_NAMES]
-    if taken:
+    invalid_names = [name for name in names if names.count(name) > 1 or name in RESERVED_NAMES]
+    if invalid_names:
         raise UserError(
             "`validation_texts` must have different names other than "
-            f"{' and '.join(RESERVED_NAMES)}, got {listed(taken)}. Set `name` in the recipe."
+            f"{' and '.join(RESERVED_NAMES)}, got {listed(invalid_names)}. Set `name` in the "
+            "recipe."
         )
 
 
@@ -197,9 +200,18 @@ def read_texts(
     return Texts(train, _lowest_hashes(validation, max_texts), other)
 
 
+def count_overlap(train: Iterable[str], texts: Iterable[str]) -> int:
+    """Return the number of different texts that training texts contain as well.
+
+    Copies with other spaces or capital letters count, too.
+    """
+    normalized = {_normalized(text) for text in texts}
+    return len(normalized.intersection(map(_normalized, train)))
+
+
 def _lowest_hashes(texts: Iterable[str], max_texts: int) -> list[str]:
-    # A random sample that does not depend on the order of the texts.
-    return sorted(texts, key=fraction)[:max_texts]
+    """Return a random sample of texts that does not depend on their order."""
+    return sorted(texts, key=hash_fraction)[:max_texts]
 
 
 def texts_digest(texts: Iterable[str]) -> str:
@@ -228,7 +240,12 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
         # The file has its final size from the start; `progress_path` counts the rows that are
         # written.
         mode = "r+" if done else "w+"
-        embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
+        # A truncated file is an error if it is opened for reading. Opened for writing, it would be
+        # extended by zeros.
+        with check_readable(path):
+            if done:
+                np.load(path, mmap_mode="r")
+            embeddings = np.lib.format.open_memmap(path, mode, np.float16, shape)
         _reserve_space(path)
         with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
             for start in range(done, len(texts), CHUNK_SIZE):
@@ -240,7 +257,23 @@ def teacher_embeddings(path: Path, texts: Sequence[str], teacher: PackedEncoder)
                 # The rows must be on disk before the progress counts them.
                 embeddings.flush()
                 write_json(progress_path, {"done": end})
-    return np.load(path, mmap_mode="r")
+    with check_readable(path):
+        return np.load(path, mmap_mode="r")
+
+
+@contextlib.contextmanager
+def check_readable(path: Path) -> Iterator[None]:
+    """Report errors in the content of a file of the work directory, such as a truncated copy.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    try:
+        yield
+    except (ValueError, EOFError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}). Remove the file to compute it again."
+        ) from error
 
 
 def _reserve_space(path: Path) -> None:

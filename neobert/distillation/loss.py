@@ -1,6 +1,7 @@
 """Losses of a distillation on embeddings and hidden states, and the agreement with the teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ RANDOM = 64
 GROUP_SIZE = 16
 # Features of a batch that a transformer reads.
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-# Score of a hidden stored text, the text itself. It is lower than every cosine.
-HIDDEN = -2
+# Score of a text for itself in the memory bank. It is lower than every cosine.
+SELF_SCORE = -2
 
 
 def similarity_loss(
@@ -53,7 +54,7 @@ def memory_bank_loss(
     teacher: torch.Tensor,
     bank: torch.Tensor,
     temperature: float,
-    hidden: torch.Tensor,
+    is_self: torch.Tensor,
 ) -> torch.Tensor:
     """Return the KL divergence between the similarities to stored embeddings of the teacher.
 
@@ -67,16 +68,16 @@ def memory_bank_loss(
         teacher: Embeddings of length 1, (N, D).
         bank: Stored embeddings of the teacher of length 1, (M, D).
         temperature: Temperature by which cosines are divided.
-        hidden: Whether a stored embedding is that of the text itself, (N, M) bool.
+        is_self: True where the stored embedding is that of the text itself, (N, M) bool.
     """
     # The teacher selects the stored texts, and both models are compared on them.
-    scores = (teacher @ bank.T).masked_fill(hidden, HIDDEN)
+    scores = (teacher @ bank.T).masked_fill(is_self, SELF_SCORE)
     columns = candidates(scores)
     teacher_scores = scores.gather(1, columns)
     student_scores = (student.unsqueeze(1) @ bank[columns].mT).squeeze(1)
 
-    # A hidden text can be among the random candidates. Its probability becomes 0 in both models.
-    is_text_itself = teacher_scores == HIDDEN
+    # The text itself can be among the random candidates. Its probability becomes 0 in both models.
+    is_text_itself = teacher_scores == SELF_SCORE
     rows = []
     for row in (student_scores, teacher_scores):
         rows.append((row / temperature).masked_fill(is_text_itself, -1e4).log_softmax(-1))
@@ -91,12 +92,12 @@ def candidates(scores: torch.Tensor) -> torch.Tensor:
     ones (arXiv 2604.04734).
 
     Args:
-        scores: Scores, (N, M).
+        scores: Cosines, (N, M), or `SELF_SCORE` for the text itself.
     """
     ordered, columns = scores.sort(dim=1)
-    # A hidden score must not be the lowest level: all levels below the lowest visible score would
-    # select the same column.
-    lowest = scores.masked_fill(scores == HIDDEN, torch.inf).amin(dim=1, keepdim=True)
+    # The score of the text itself must not be the lowest level: all levels below the lowest score
+    # of another text would select the same column.
+    lowest = scores.masked_fill(scores == SELF_SCORE, torch.inf).amin(dim=1, keepdim=True)
     lowest = torch.minimum(lowest, ordered[:, -1:])
     levels = torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - lowest)
     levels = lowest + levels
@@ -173,7 +174,7 @@ class DistillLoss(nn.Module):
     """
 
     bank: torch.Tensor
-    stored: torch.Tensor
+    bank_indices: torch.Tensor
 
     def __init__(
         self,
@@ -190,16 +191,16 @@ class DistillLoss(nn.Module):
         self.embeddings = embeddings
         # The memory bank is a fixed random sample of the training texts.
         permutation = np.random.default_rng(0).permutation(len(embeddings))
-        stored = torch.from_numpy(permutation[: options.memory_bank_size])
+        bank_indices = torch.from_numpy(permutation[: options.memory_bank_size])
         # Buffers are moved to the device of the model.
-        self.register_buffer("stored", stored, persistent=False)
-        self.register_buffer("bank", self.teacher_embeddings(self.stored), persistent=False)
+        self.register_buffer("bank_indices", bank_indices, persistent=False)
+        self.register_buffer("bank", self.teacher_embeddings(bank_indices), persistent=False)
 
-    def teacher_embeddings(self, numbers: torch.Tensor) -> torch.Tensor:
+    def teacher_embeddings(self, text_indices: torch.Tensor) -> torch.Tensor:
         """Return the teacher's embeddings of texts, (N, D) float32 of length 1."""
-        # NumPy reads a tensor of one number as an integer, which would remove the first axis.
-        rows = torch.from_numpy(np.float32(self.embeddings[numbers.cpu().numpy()]))
-        return F.normalize(rows.to(numbers.device), dim=-1)
+        # NumPy reads a tensor of one index as an integer, which would remove the first axis.
+        rows = torch.from_numpy(np.float32(self.embeddings[text_indices.cpu().numpy()]))
+        return F.normalize(rows.to(text_indices.device), dim=-1)
 
     def forward(
         self, features: Sequence[Mapping[str, torch.Tensor]], labels: torch.Tensor
@@ -208,7 +209,7 @@ class DistillLoss(nn.Module):
 
         Args:
             features: Inputs of the model, a list of one dictionary.
-            labels: Numbers of the texts, (N,).
+            labels: Indices of the texts, (N,).
         """
         # The model adds its outputs to the dictionary, which is copied so that the batch is
         # unchanged.
@@ -228,8 +229,8 @@ class DistillLoss(nn.Module):
             similarity = similarity_loss(student, teacher, temperature)
             losses["similarity"] = options.similarity_weight * similarity
             if options.memory_bank_weight:
-                hidden = labels[:, None] == self.stored
-                similarity = memory_bank_loss(student, teacher, self.bank, temperature, hidden)
+                is_self = labels[:, None] == self.bank_indices
+                similarity = memory_bank_loss(student, teacher, self.bank, temperature, is_self)
                 losses["memory_bank"] = options.memory_bank_weight * similarity
 
         if self.teacher_forward is not None:
@@ -266,22 +267,35 @@ def agreement(student: np.ndarray, teacher: np.ndarray, max_texts: int = 1000) -
     return {**metrics, "spearman": float(spearmanr(*similarities).statistic)}
 
 
-class Agreement(SentenceEvaluator):
-    """Evaluator of the trainer: `agreement` with the teacher on several sets of texts.
+@dataclass(frozen=True)
+class EvaluatedTexts:
+    """Texts on which the agreement with the teacher is evaluated.
 
-    Args:
-        sets: Texts and the teacher's embeddings of them, (N, D), by name.
+    Attributes:
+        texts: N texts.
+        embeddings: The teacher's embeddings of the texts, (N, D) float32.
     """
 
-    def __init__(self, sets: Mapping[str, tuple[list[str], np.ndarray]]) -> None:
+    texts: list[str]
+    embeddings: np.ndarray
+
+
+class Agreement(SentenceEvaluator):
+    """Evaluator of the trainer: `agreement` with the teacher on texts of several types.
+
+    Args:
+        evaluated: Texts by name, such as "validation".
+    """
+
+    def __init__(self, evaluated: Mapping[str, EvaluatedTexts]) -> None:
         super().__init__()
-        self.sets = sets
+        self.evaluated = evaluated
         self.primary_metric = "validation_spearman"
 
     @property
     def names(self) -> list[str]:
         """Names of the metrics."""
-        return [f"{name}_{metric}" for name in self.sets for metric in ("cosine", "spearman")]
+        return [f"{name}_{metric}" for name in self.evaluated for metric in ("cosine", "spearman")]
 
     def __call__(  # type: ignore[override]
         self,
@@ -293,10 +307,10 @@ class Agreement(SentenceEvaluator):
     ) -> dict[str, float]:
         """Return the metrics, {"validation_cosine": ..., "validation_spearman": ..., ...}."""
         metrics = {}
-        for name, (texts, teacher) in self.sets.items():
+        for name, evaluated in self.evaluated.items():
             student = model.encode(
-                texts, batch_size=64, show_progress_bar=False, convert_to_numpy=True
+                evaluated.texts, batch_size=64, show_progress_bar=False, convert_to_numpy=True
             )
-            for metric, value in agreement(np.float32(student), teacher).items():
+            for metric, value in agreement(np.float32(student), evaluated.embeddings).items():
                 metrics[f"{name}_{metric}"] = value
         return metrics

@@ -63,9 +63,9 @@ def write_card(
     warning = f"**Warning:** {result['warning']}\n\n" if result["warning"] else ""
 
     # Only --init-from-teacher takes layers of the teacher.
-    start = ""
+    initialization = ""
     if result["teacher_layers"]:
-        start = (
+        initialization = (
             f" The blocks were initialized from the layers {listed(result['teacher_layers'])} of "
             f"the teacher, with {options.model.transfer_steps} training steps each."
         )
@@ -103,7 +103,7 @@ Mean cosine between the embeddings of student and teacher, and Spearman correlat
 {_agreement_table(result["comparison"])}
 {_retrieval_section(result["comparison"])}{warning}## Training
 
-{counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs.{start} Loss: {losses}.
+{counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs.{initialization} Loss: {losses}.
 `figures.json` contains the settings, the losses and the agreement at every evaluation.
 {environment["hardware"]}, {environment["threads"]} threads; {commit}{environment["date"]}.
 
@@ -113,14 +113,14 @@ Mean cosine between the embeddings of student and teacher, and Spearman correlat
 
 
 def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table of the agreement of student and start, one row per set of texts."""
-    start = comparison["start"]
+    """Return a table of the agreement of the student and the initial student by type of texts."""
+    initial = comparison["start"]
     student = comparison["student"]
     names = [key.removesuffix("_spearman") for key in student if key.endswith("_spearman")]
     rows = []
     for name in names:
         cells = [name.replace("_", " ")]
-        for metrics in (student, start):
+        for metrics in (student, initial):
             cells += [f"{metrics[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
         rows.append(cells)
     header = ["texts", "mean cosine", "Spearman", "mean cosine, start", "Spearman, start"]
@@ -128,8 +128,7 @@ def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _retrieval_section(comparison: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table of the retrieval of teacher, start and student, or "" without one."""
-    # There is no retrieval without --validation-file.
+    """Return a table of the retrieval of all encoders, or "" without --validation-file."""
     if "mrr@10" not in comparison["start"]:
         return ""
     rows = []

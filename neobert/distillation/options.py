@@ -12,7 +12,7 @@ from ..common.model_card import BASE_MODEL_HELP
 from ..common.options import OptionGroup, OptionParser, option
 
 
-# float8 is e5m2. `student.STORED_AS` has the dtypes of torch.
+# float8 is e5m2. `student.STORAGE_DTYPES` has the dtypes of torch.
 StorageDtype = Literal["float32", "bfloat16", "float16", "float8"]
 
 

@@ -15,7 +15,7 @@ from sentence_transformers import models as modules  # type: ignore[attr-defined
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import WEIGHT_DTYPES, copy_code, vocabulary_size
-from ..common.pooling import save_for_all_versions
+from ..common.sentence_transformers_files import save_for_all_versions
 from ..configuration_neobert import NeoBERTConfig
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..modeling_neobert import NeoBERTModel
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# The dtypes of torch for `options.StorageDtype`. float8 is e5m2, 2 bits of fraction: transformers 4
+# Dtypes of torch for `options.StorageDtype`. float8 is e5m2, 2 bits of fraction: transformers 4
 # and 5 convert it to the dtype that a user asks for, while version 4 keeps e4m3 as it is.
-STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
+STORAGE_DTYPES = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
 
 # Ridge penalty, number of iterations and smallest denominator of `fit_token_embeddings`.
 RIDGE = 0.02
-ROUNDS = 5
-TINY = 1e-12
+NUM_ITERATIONS = 5
+EPSILON = 1e-12
+# Version of the token embeddings that `--work` stores. Raise it when a change of
+# `embed_single_tokens` or `fit_token_embeddings` changes their result, so stored files of the older
+# algorithm are not used.
+TOKEN_TABLE_VERSION = 1
 # Maximum number of texts that `balance_student` observes.
 BALANCE_TEXTS = 256
 
@@ -45,7 +49,7 @@ def build_student(
     """Build the student: NeoBERT, pooling, and the other modules that the teacher's output needs.
 
     A Dense module maps the hidden size of the student to the embedding dimension of the teacher if
-    they differ, or if the model to start from has such a module. The student ends with a Normalize
+    they differ, or if the initial model has such a module. The student ends with a Normalize
     module if the teacher does.
 
     Args:
@@ -55,22 +59,22 @@ def build_student(
         teacher_dim: Embedding dimension of the teacher, D.
 
     Raises:
-        UserError: If the model to start from is not a NeoBERT, or the student cannot be initialized
+        UserError: If the initial model is not a NeoBERT, or the student cannot be initialized
             from the teacher.
     """
     if model.init_from:
-        start = _load_start(model, options)
+        initial_model = _load_initial_model(model, options)
     else:
-        start = _new_student(model, options, teacher)
+        initial_model = _new_student(model, options, teacher)
 
-    # The student has the modules Transformer and Pooling of its start, and those that the
+    # The student has the modules Transformer and Pooling of the initial model, and those that the
     # embeddings of the teacher need.
-    hidden_size = _encoder(start).config.hidden_size
-    parts = [start[0], start[1]]
+    hidden_size = _encoder(initial_model).config.hidden_size
+    parts = [initial_model[0], initial_model[1]]
     # A student that was trained before keeps its map to the teacher's dimension.
-    trained = [module for module in start.children() if isinstance(module, modules.Dense)]
-    if trained and trained[0].linear.weight.shape == (teacher_dim, hidden_size):
-        parts.append(trained[0])
+    maps = [module for module in initial_model.children() if isinstance(module, modules.Dense)]
+    if maps and maps[0].linear.weight.shape == (teacher_dim, hidden_size):
+        parts.append(maps[0])
     elif hidden_size != teacher_dim:
         # An orthogonal map without a bias preserves the lengths and angles of embeddings.
         dense = modules.Dense(
@@ -96,8 +100,8 @@ def _encoder(model: SentenceTransformer) -> Any:
     return model[0].auto_model
 
 
-def _load_start(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
-    """Load the NeoBERT that the student starts from."""
+def _load_initial_model(model: ModelOptions, options: StudentOptions) -> SentenceTransformer:
+    """Load the NeoBERT of `--init-from`."""
     student = load_sentence_transformer(
         str(model.init_from),
         max_length=options.max_length,
@@ -161,10 +165,14 @@ def default_student_config(teacher_config: "PretrainedConfig") -> dict[str, int]
     }
 
 
-def starts_from_teacher(
+def resolve_embeddings_from_teacher(
     model: ModelOptions, options: StudentOptions, teacher: PackedEncoder
 ) -> bool:
-    """Return whether the student's token embeddings are initialized from the teacher."""
+    """Return the value of `--embeddings-from-teacher`, whose default depends on both models.
+
+    Raises:
+        UserError: If `model_config` is not valid.
+    """
     # The other initializations of a student set its token embeddings, too.
     if options.embeddings_from_teacher is not None:
         return options.embeddings_from_teacher
@@ -242,7 +250,7 @@ def fit_token_embeddings(
     single_tokens: np.ndarray,
     tokens: Sequence[np.ndarray],
     embeddings: np.ndarray,
-    rounds: int = ROUNDS,
+    num_iterations: int = NUM_ITERATIONS,
 ) -> np.ndarray:
     """Return the token embeddings whose mean over a text is nearest to the teacher's embedding.
 
@@ -253,7 +261,7 @@ def fit_token_embeddings(
         single_tokens: Embeddings of single tokens, (V, D).
         tokens: Token ids of N texts.
         embeddings: The teacher's embeddings of the texts, (N, D).
-        rounds: Number of iterations.
+        num_iterations: Number of iterations.
 
     Returns:
         Token embeddings, (V, D) float32.
@@ -268,27 +276,29 @@ def fit_token_embeddings(
     targets = np.float32(embeddings)
     targets = targets / np.linalg.norm(targets, axis=1, keepdims=True)
     # The best multiple of the single tokens is the center of the ridge penalty.
-    start = texts @ single_tokens
-    table = single_tokens * (start * targets).sum() / np.square(start).sum()
+    means = texts @ single_tokens
+    table = single_tokens * (means * targets).sum() / np.square(means).sum()
 
-    # Preconditioned conjugate gradients, all columns of the table at once.
+    # Preconditioned conjugate gradients, for all columns of the table at once. The matrix is
+    # A = texts.T @ texts + RIDGE * I, and the names are those of textbooks: search direction p,
+    # product A p, step size alpha, and scalar product rz of the residual r and z = r / diagonal.
     diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
-    residual = texts.T @ (targets - texts @ table)
-    direction = residual / diagonal
-    product = (residual * residual / diagonal).sum(0)
-    for _ in range(rounds):
-        moved = texts.T @ (texts @ direction) + RIDGE * direction
-        step = product / ((direction * moved).sum(0) + TINY)
-        table = table + step * direction
-        residual = residual - step * moved
-        previous = product
-        product = (residual * residual / diagonal).sum(0)
-        direction = residual / diagonal + product / (previous + TINY) * direction
+    r = texts.T @ (targets - texts @ table)
+    p = r / diagonal
+    rz = (r * r / diagonal).sum(0)
+    for _ in range(num_iterations):
+        a_p = texts.T @ (texts @ p) + RIDGE * p
+        alpha = rz / ((p * a_p).sum(0) + EPSILON)
+        table = table + alpha * p
+        r = r - alpha * a_p
+        rz_old = rz
+        rz = (r * r / diagonal).sum(0)
+        p = r / diagonal + rz / (rz_old + EPSILON) * p
     return np.float32(table)
 
 
 @torch.no_grad()
-def take_embeddings(
+def set_token_embeddings(
     student: SentenceTransformer, table: torch.Tensor, storage: torch.dtype
 ) -> None:
     """Initialize the token embeddings of the student with a table.
@@ -302,7 +312,7 @@ def take_embeddings(
 
     Args:
         student: Student.
-        table: Token embeddings, (V, D). The table is changed.
+        table: Token embeddings, (V, D), which may be overwritten.
         storage: Dtype that the embeddings are rounded to.
     """
     model = _encoder(student)
@@ -310,8 +320,8 @@ def take_embeddings(
     hidden_size = target.shape[1]
     if hidden_size < table.shape[1]:
         # eigh returns the eigenvalues in ascending order.
-        _, vectors = torch.linalg.eigh(table.double().T @ table.double())
-        components = vectors[:, -hidden_size:].flip(1).float()
+        _, eigenvectors = torch.linalg.eigh(table.double().T @ table.double())
+        components = eigenvectors[:, -hidden_size:].flip(1).float()
         table = table @ components
         projection: Any = student[2]
         projection.linear.weight.copy_(components)
@@ -356,7 +366,8 @@ def save_student(
     Args:
         student: Student.
         folder: Directory, which must exist.
-        dtype: Dtype of the matrices, from `STORED_AS`. The weights of norms have at least 16 bits.
+        dtype: Dtype of the matrices, from `STORAGE_DTYPES`. The weights of norms have at least 16
+            bits.
         embedding_dtype: Dtype of the token embeddings.
     """
     folder = Path(folder)
@@ -371,5 +382,5 @@ def save_student(
         # The norms have few weights, so a larger dtype does not need more storage.
         if storage == "float8" and tensor.dim() == 1:
             storage = "float16"
-        weights[name] = tensor.to(STORED_AS[storage])
+        weights[name] = tensor.to(STORAGE_DTYPES[storage])
     save_file(weights, path, metadata={"format": "pt"})

@@ -38,12 +38,16 @@ from .student import have_same_vocabulary
 
 logger = logging.getLogger("neobert.distillation")
 
+# Version of the blocks that `--work` stores. Raise it when a change of the transfer, its constants
+# or its batches (also in command.py) changes the result, so blocks of the older algorithm are not
+# used.
+TRANSFER_VERSION = 1
 # GELU(z) is approximately z * sigmoid(1.702 z) = silu(1.702 z) / 1.702 (arXiv 1606.08415).
 GELU_SLOPE = 1.702
 # Ridge penalty, relative to the mean square of an input.
 RIDGE = 1e-3
 # Minimum number of tokens that the matrices are fitted on, and number of tokens per training step.
-FITTED_TOKENS = 60_000
+MIN_FIT_TOKENS = 60_000
 BATCH_TOKENS = 2_048
 # Learning rates relative to the root mean square of a matrix.
 ATTENTION_RATE = 0.05
@@ -60,8 +64,8 @@ POSITIONS = 40
 Batches = list[torch.Tensor]
 
 
-def choose_layers(layer_count: int, block_count: int) -> list[int]:
-    """Return the layers of a teacher that a student of fewer blocks starts from.
+def default_layers(layer_count: int, block_count: int) -> list[int]:
+    """Return the layers of a teacher that initialize a student of fewer blocks.
 
     These are the lowest and the highest ones: all-MiniLM-L6-v2 with layers 0, 1, 4 and 5 retrieves
     nearly as well as with all six, and with layers 0 to 3 worse than without layers.
@@ -115,7 +119,7 @@ class TeacherLayers:
             )
 
         self.config = config
-        self.numbers = list(layers)
+        self.indices = list(layers)
         self.embeddings = model.embeddings
         self.layers: list[Any] = [model.encoder.layer[layer] for layer in layers]
 
@@ -161,15 +165,15 @@ class TeacherLayers:
         return total / count
 
 
-def select_layers(
+def load_teacher_layers(
     student: SentenceTransformer, teacher: SentenceTransformer, layers: Sequence[int]
 ) -> TeacherLayers:
-    """Return the layers of the teacher that a student starts from.
+    """Return the layers of the teacher that initialize a student.
 
     Args:
         student: Student, a NeoBERT.
         teacher: Teacher.
-        layers: Layers of the teacher, counted from 0; by default those of `choose_layers`.
+        layers: Layers of the teacher, counted from 0; by default those of `default_layers`.
 
     Raises:
         UserError: If the teacher is not a BERT, or student and teacher do not fit together.
@@ -193,7 +197,7 @@ def select_layers(
     teacher_model: Any = teacher[0].auto_model
     if not layers:
         block_count = student_model.config.num_hidden_layers
-        layers = choose_layers(teacher_model.config.num_hidden_layers, block_count)
+        layers = default_layers(teacher_model.config.num_hidden_layers, block_count)
     kept = TeacherLayers(teacher, layers)
     check_student(student_model, kept)
     return kept
@@ -254,18 +258,19 @@ def initialize_blocks(
     Raises:
         UserError: If `muon` is set, and torch has no Muon.
     """
-    # `stream` contains hidden states of the student, `before` and `after` those of the teacher.
     with torch.no_grad():
         # The embeddings of a teacher may have more rows than its tokenizer has tokens.
         table = teacher.token_table()[: len(student.encoder.weight)]
         student.encoder.weight.copy_(table.to(storage).float())
-        stream = [student.encoder(token_ids) for token_ids in batches]
-        before = [teacher.embed(token_ids) for token_ids in batches]
+        student_states = [student.encoder(token_ids) for token_ids in batches]
+        teacher_inputs = [teacher.embed(token_ids) for token_ids in batches]
 
-    for number, (block, layer) in enumerate(zip(student.transformer_encoder, teacher.layers)):
+    for index, (block, layer) in enumerate(zip(student.transformer_encoder, teacher.layers)):
         with torch.no_grad():
-            after = [teacher.run(layer, hidden) for hidden in before]
-        transfer = BlockTransfer(block, layer, teacher, stream, before, after)
+            teacher_outputs = [teacher.run(layer, hidden) for hidden in teacher_inputs]
+        transfer = BlockTransfer(
+            block, layer, teacher, student_states, teacher_inputs, teacher_outputs
+        )
         transfer.fit_attention()
         transfer.train_attention(steps // 5)
         transfer.fit_outputs()
@@ -273,15 +278,15 @@ def initialize_blocks(
 
         # The next block is fitted on the states of this one, not on those of the teacher.
         with torch.no_grad():
-            stream = [transfer.run(hidden) for hidden in stream]
+            student_states = [transfer.run(hidden) for hidden in student_states]
         logger.info(
             "Block %d from layer %d of the teacher: the unexplained variance of its hidden states "
             "is %.1f %%.",
-            number,
-            teacher.numbers[number],
-            100 * unexplained_variance(stream, after),
+            index,
+            teacher.indices[index],
+            100 * unexplained_variance(student_states, teacher_outputs),
         )
-        before = after
+        teacher_inputs = teacher_outputs
 
     transfer.fit_lengths(student.layer_norm)
 
@@ -293,9 +298,9 @@ class BlockTransfer:
         block: Block of the student.
         layer: Layer of the teacher.
         teacher: Layers of the teacher.
-        stream: Hidden states of the student before the block, (B, L, D) per batch.
-        before: Hidden states of the teacher before the layer, (B, L, D) per batch.
-        after: Hidden states of the teacher after the layer, (B, L, D) per batch.
+        student_states: Hidden states of the student before the block, (B, L, D) per batch.
+        teacher_inputs: Hidden states of the teacher before the layer, (B, L, D) per batch.
+        teacher_outputs: Hidden states of the teacher after the layer, (B, L, D) per batch.
     """
 
     def __init__(
@@ -303,23 +308,23 @@ class BlockTransfer:
         block: Any,
         layer: Any,
         teacher: TeacherLayers,
-        stream: Batches,
-        before: Batches,
-        after: Batches,
+        student_states: Batches,
+        teacher_inputs: Batches,
+        teacher_outputs: Batches,
     ) -> None:
         self.block = block
         self.layer = layer
         self.teacher = teacher
-        self.stream = stream
-        self.before = before
-        self.after = after
+        self.student_states = student_states
+        self.teacher_inputs = teacher_inputs
+        self.teacher_outputs = teacher_outputs
 
         # The matrices are fitted on the first batches; about 60,000 tokens determine them well.
         tokens = 0
-        self.fitted = 0
-        while self.fitted < len(stream) and tokens < FITTED_TOKENS:
-            tokens += stream[self.fitted].shape[:-1].numel()
-            self.fitted += 1
+        self.num_fit_batches = 0
+        while self.num_fit_batches < len(student_states) and tokens < MIN_FIT_TOKENS:
+            tokens += student_states[self.num_fit_batches].shape[:-1].numel()
+            self.num_fit_batches += 1
 
     @torch.no_grad()
     def fit_attention(self) -> None:
@@ -331,8 +336,9 @@ class BlockTransfer:
 
         # Both models see the same texts, so row i of the inputs and of the targets is one
         # token.
-        inputs = _flat([_normalize(hidden) for hidden in self.stream[: self.fitted]])
-        teacher_inputs = _flat(self.before[: self.fitted])
+        student_states = self.student_states[: self.num_fit_batches]
+        inputs = _flat([_normalize(hidden) for hidden in student_states])
+        teacher_inputs = _flat(self.teacher_inputs[: self.num_fit_batches])
         projections = self.layer.attention.self
 
         query, key, value = (
@@ -347,12 +353,12 @@ class BlockTransfer:
         """Train queries and keys on the attention probabilities of the teacher."""
         block = self.block
 
-        def loss(number: int) -> torch.Tensor:
-            query, key, _ = self._project(self.stream[number])
-            return self._attention_loss(number, query @ key.mT * block.scaling)
+        def loss(index: int) -> torch.Tensor:
+            query, key, _ = self._project(self.student_states[index])
+            return self._attention_loss(index, query @ key.mT * block.scaling)
 
         # Adam does not change the values, whose gradient is zero.
-        train([block.qkv.weight], loss, len(self.stream), steps, ATTENTION_RATE)
+        train([block.qkv.weight], loss, len(self.student_states), steps, ATTENTION_RATE)
 
     @torch.no_grad()
     def fit_outputs(self) -> None:
@@ -365,18 +371,20 @@ class BlockTransfer:
         # after the attention, so it also corrects the difference of the residual streams.
         block = self.block
         layer = self.layer
-        stream = self.stream[: self.fitted]
-        outputs = [self._attend(hidden) for hidden in stream]
+        student_states = self.student_states[: self.num_fit_batches]
+        outputs = [self._attend(hidden) for hidden in student_states]
         attended = _flat(
             [
                 hidden + self.teacher.attention(layer, hidden)
-                for hidden in self.before[: self.fitted]
+                for hidden in self.teacher_inputs[: self.num_fit_batches]
             ]
         )
-        block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(stream)))
+        block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(student_states)))
 
         # The influence of a neuron is its deviation over tokens times the length of its output.
-        states = _flat([hidden + block.wo(output) for hidden, output in zip(stream, outputs)])
+        states = _flat(
+            [hidden + block.wo(output) for hidden, output in zip(student_states, outputs)]
+        )
         inputs = _normalize(states)
         inner = layer.intermediate.dense(layer.attention.output.LayerNorm(attended))
         influence = F.gelu(inner).std(0) * layer.output.dense.weight.norm(dim=0)
@@ -395,7 +403,7 @@ class BlockTransfer:
         block.ffn.w3.weight.zero_()
 
         activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
-        target = _flat(self.after[: self.fitted])
+        target = _flat(self.teacher_outputs[: self.num_fit_batches])
         block.ffn.w3.weight[:, :count] = self._fit_length(activations, states, target)
 
     def _fit_length(
@@ -425,12 +433,12 @@ class BlockTransfer:
     def train_block(self, steps: int, bf16: bool = False, muon: bool = False) -> None:
         """Train all matrices on the attention and the hidden states of the teacher."""
         block = self.block
-        after = _flat(self.after)
-        variance = after.var(0).mean()
-        device = after.device.type
+        targets = _flat(self.teacher_outputs)
+        variance = targets.var(0).mean()
+        device = targets.device.type
 
-        def loss(number: int) -> torch.Tensor:
-            hidden = self.stream[number]
+        def loss(index: int) -> torch.Tensor:
+            hidden = self.student_states[index]
             with torch.autocast(device, torch.bfloat16, enabled=bf16):
                 query, key, value = self._project(hidden)
                 logits = query @ key.mT * block.scaling
@@ -438,14 +446,14 @@ class BlockTransfer:
                 states = hidden + output
                 states = states + block.ffn(_normalize(states))
 
-            target = self.after[number]
+            target = self.teacher_outputs[index]
             states = states.float()
-            error = states * nearest_length(states, target) - target
-            return (error.square() / variance).mean() + self._attention_loss(number, logits)
+            error = states * best_scale(states, target) - target
+            return (error.square() / variance).mean() + self._attention_loss(index, logits)
 
         matrices = [block.qkv.weight, block.wo.weight, block.ffn.w12.weight, block.ffn.w3.weight]
         rate = MUON_BLOCK_RATE if muon else BLOCK_RATE
-        train(matrices, loss, len(self.stream), steps, rate, muon)
+        train(matrices, loss, len(self.student_states), steps, rate, muon)
 
     @torch.no_grad()
     def fit_lengths(self, norm: Any) -> None:
@@ -462,9 +470,9 @@ class BlockTransfer:
             norm: RMSNorm after the block, which is the last one of the student.
         """
         block = self.block
-        stream = self.stream[: self.fitted]
-        target = _flat(self.after[: self.fitted])
-        states = _flat([hidden + block.wo(self._attend(hidden)) for hidden in stream])
+        student_states = self.student_states[: self.num_fit_batches]
+        target = _flat(self.teacher_outputs[: self.num_fit_batches])
+        states = _flat([hidden + block.wo(self._attend(hidden)) for hidden in student_states])
         activations = self._activations(_normalize(states))
         norm.weight.fill_(1)
 
@@ -482,8 +490,8 @@ class BlockTransfer:
             block.ffn.w3.weight[coordinate] = ridge(lengths * activations, values)[0]
 
         # One factor for all hidden states has the smallest squared error.
-        outputs = _flat([norm(self.run(hidden)) for hidden in stream])
-        norm.weight *= nearest_length(outputs.flatten(), target.flatten())
+        outputs = _flat([norm(self.run(hidden)) for hidden in student_states])
+        norm.weight *= best_scale(outputs.flatten(), target.flatten())
 
     @torch.no_grad()
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -507,11 +515,17 @@ class BlockTransfer:
         """Return the output of all heads before `wo`, (B, L, D)."""
         return _merge(F.scaled_dot_product_attention(*self._project(hidden)))
 
-    def _attention_loss(self, number: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return the mean KL divergence from the attention of the teacher over all rows."""
+    def _attention_loss(self, index: int, logits: torch.Tensor) -> torch.Tensor:
+        """Return the mean KL divergence from the attention of the teacher over all rows.
+
+        Args:
+            index: Index of the batch.
+            logits: Attention logits of the student, (B, H, L, L).
+        """
         # Logarithms remain exact for probabilities that are too small for float32.
         with torch.no_grad():
-            target = self.teacher.attention_logits(self.layer, self.before[number]).log_softmax(-1)
+            teacher_logits = self.teacher.attention_logits(self.layer, self.teacher_inputs[index])
+            target = teacher_logits.log_softmax(-1)
         divergence = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True)
         return divergence.sum(-1).mean()
 
@@ -528,7 +542,7 @@ def train(
 
     Args:
         weights: Matrices to train.
-        loss: Function that returns the loss of a batch.
+        loss: Function that returns the loss of the batch with an index.
         batch_count: Number of batches, which are used in a fixed random order.
         steps: Number of steps.
         learning_rate: Largest learning rate, relative to the root mean square of a matrix.
@@ -624,17 +638,24 @@ def ridge(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(products, inputs.T @ targets.double()).T.float()
 
 
-def nearest_length(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the factor (..., 1) by which hidden states (..., D) are nearest to a target."""
+def best_scale(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the factor (..., 1) that brings hidden states (..., D) nearest to a target."""
     products = (states * target).sum(-1, keepdim=True)
     return products / states.square().sum(-1, keepdim=True)
 
 
-def unexplained_variance(stream: Batches, after: Batches) -> float:
-    """Return the fraction of the variance of the teacher that scaled hidden states lack."""
-    states = _flat(stream)
-    target = _flat(after)
-    error = (states * nearest_length(states, target) - target).square().sum()
+def unexplained_variance(student_states: Batches, teacher_states: Batches) -> float:
+    """Return the fraction of the variance of the teacher that the student does not explain.
+
+    The hidden state of the student for a token is scaled by the factor with the least error.
+
+    Args:
+        student_states: Hidden states of the student, (B, L, D) per batch.
+        teacher_states: Hidden states of the teacher, (B, L, D) per batch.
+    """
+    states = _flat(student_states)
+    target = _flat(teacher_states)
+    error = (states * best_scale(states, target) - target).square().sum()
     return float(error / (target - target.mean(0)).square().sum())
 
 
@@ -651,8 +672,8 @@ def equal_lengths(
     # Texts wait for others of their length, in a random order because files may be sorted.
     order = np.random.default_rng(0).permutation(len(tokens))
     waiting: dict[int, list[np.ndarray]] = {}
-    for number in order:
-        ids = tokens[number]
+    for index in order:
+        ids = tokens[index]
         rows = waiting.setdefault(len(ids), [])
         rows.append(ids)
         if len(rows) * len(ids) >= batch_tokens:

@@ -1,1 +1,1 @@
-"""Sentence encoders: training, evaluation, encoding (docs/embeddings.md)."""
+"""Sentence embeddings: `PackedEncoder`, its fast CPU forward pass, and windows of long texts."""

@@ -18,27 +18,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..attention_neobert import CPU_ROWS, CPU_TOKENS
 from ..common.loading import STANDARD_BLOCK, block_type
+from ..common.packing import FLOAT32_ROW_GROUP
 from ..modeling_neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTModel,
     rotary_embeddings,
 )
-from ..quantization.int8 import is_int8, normalize_and_quantize
+from ..quantization.int8 import concat_rows, is_int8, norm_floor, normalize_and_quantize
 from ..quantization.packed_linear import PackedLinear, number_of_rows
 
 
-# Maximum number of rows of an elementwise operation, and of a feed-forward. Their intermediate
-# results stay in the caches of the processor.
-_PASS_ROWS = 128
-_FFN_TOKENS = 1024
-# The number of rows of a classification head is a multiple of this number.
-_HEAD_ROWS = 16
 # Rotary angles are computed for a multiple of this number of positions.
 _POSITIONS = 512
-
-# Types of rotary positions whose angles do not depend on the length of the text.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -85,10 +78,11 @@ class CpuForward:
             for block in model.transformer_encoder
             for layer in (block.qkv, block.wo, block.ffn.w12, block.ffn.w3)
         )
-        # A hook would not run, because this pass does not call the modules of the model.
+        # The angles of dynamic rotary positions depend on the length of the text. A hook would not
+        # run, because this pass does not call the modules of the model.
         return (
             is_plain
-            and config.rope_parameters["rope_type"] in _FIXED_ROPE
+            and config.rope_parameters["rope_type"] != "dynamic"
             and config._attn_implementation == "sdpa"
             and model.device.type == "cpu"
             and model.dtype in (torch.float32, torch.bfloat16)
@@ -106,8 +100,10 @@ class CpuForward:
         """
         lengths = [len(ids) for ids in texts]
         # The cached angles are computed again only for a text that is longer than any before.
-        if max(lengths) > len(self.angles):
-            self.angles = self._rotary_angles(max(lengths))
+        # Another thread may replace them by those of fewer positions, so they are read once.
+        cached = self.angles
+        if max(lengths) > len(cached):
+            cached = self.angles = self._rotary_angles(max(lengths))
 
         # Every text starts at position 0, so the angles of the first positions repeat.
         total = sum(lengths)
@@ -115,15 +111,15 @@ class CpuForward:
 
         tokens = texts[0] if len(texts) == 1 else np.concatenate(texts)
         hidden = F.embedding(torch.from_numpy(tokens.astype(np.int64)), self.embedding)
-        angles = self.angles[: lengths[0]]
+        angles = cached[: lengths[0]]
         if len(texts) > 1:
-            angles = torch.cat([self.angles[:length] for length in lengths])
+            angles = torch.cat([cached[:length] for length in lengths])
 
         # oneDNN builds a kernel for every number of rows, so unused rows round the number up. Their
         # angles may have any value.
         if unused:
             hidden = F.pad(hidden, (0, 0, 0, unused))
-            angles = torch.cat([angles, self.angles[:1].expand(unused, -1, -1, -1)])
+            angles = torch.cat([angles, cached[:1].expand(unused, -1, -1, -1)])
 
         # Neighboring texts of the same length run in one call of the attention. `token_batches`
         # sorts texts by length, so there are few groups.
@@ -179,9 +175,8 @@ class CpuClassifier:
         """
         pooled = pool_texts(self.forward(texts), [len(ids) for ids in texts], self.pooling)
 
-        # The last rows of a float32 product are summed in another order than those before them.
-        # With complete groups of 16 rows, logits do not depend on the batch.
-        pooled = F.pad(pooled, (0, 0, 0, -len(texts) % _HEAD_ROWS))
+        # With complete groups of rows, the logits of a text do not depend on the batch.
+        pooled = F.pad(pooled, (0, 0, 0, -len(texts) % FLOAT32_ROW_GROUP))
         return self.classifier(torch.tanh(self.dense(pooled)))[: len(texts)]
 
 
@@ -196,12 +191,13 @@ class FloatBlock:
     """
 
     def __init__(self, block: Any) -> None:
-        self.heads: int = block.num_heads
-        self.head_dim: int = block.wo.weight.shape[0] // self.heads
-        self.norms = (block.attention_norm, block.ffn_norm)
+        self.num_heads: int = block.num_heads
+        self.head_dim: int = block.wo.weight.shape[0] // self.num_heads
+        self.attention_norm = block.attention_norm
+        self.ffn_norm = block.ffn_norm
         self.is_folded = block.qkv.weight.dtype == torch.float32
         # Both norms of a block have the same size and epsilon.
-        self.smallest = smallest_norm(block.attention_norm)
+        self.norm_floor = norm_floor(block.attention_norm)
         self.qkv = PackedLinear(self._fold(block.qkv.weight, block.attention_norm))
         self.wo = PackedLinear(block.wo.weight)
         self.up = PackedLinear(self._fold(block.ffn.w12.weight, block.ffn_norm))
@@ -210,31 +206,32 @@ class FloatBlock:
     def __call__(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the hidden states after this block, (R, D)."""
         # The weight interleaves query, key and value per head.
-        qkv = self.qkv(self._norm(hidden, 0)).view(-1, self.heads, 3, self.head_dim)
+        normalized = self._normalize(hidden, self.attention_norm)
+        qkv = self.qkv(normalized).view(-1, self.num_heads, 3, self.head_dim)
         rotate(qkv, layout.angles)
         hidden = self.wo.add_to(hidden, attend(qkv, layout.groups))
 
         # The feed-forward has the largest inner states, so it runs on a chunk of rows at a time.
         outputs = []
-        for rows in pieces(hidden, _FFN_TOKENS):
-            gate, value = self.up(self._norm(rows, 1)).chunk(2, 1)
+        for rows in split_rows(hidden, CPU_TOKENS):
+            gate, value = self.up(self._normalize(rows, self.ffn_norm)).chunk(2, 1)
             outputs.append(self.down.add_to(rows, torch.mul(F.silu(gate, True), value)))
-        return join(outputs)
+        return concat_rows(outputs)
 
     def _fold(self, weight: torch.Tensor, norm: Any) -> torch.Tensor:
         """Return a linear weight times the weight of the norm and sqrt(D), if norms are folded."""
         return weight * (norm.weight * weight.shape[1] ** 0.5) if self.is_folded else weight
 
-    def _norm(self, hidden: torch.Tensor, index: int) -> torch.Tensor:
+    def _normalize(self, hidden: torch.Tensor, norm: Any) -> torch.Tensor:
         """Return the normalized hidden states, without the factors that `_fold` has folded."""
         if not self.is_folded:
-            return rms_norm(hidden, self.norms[index])
+            return rms_norm(hidden, norm)
         # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps))
         outputs = [
-            x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.smallest)
-            for x in pieces(hidden, _PASS_ROWS)
+            x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.norm_floor)
+            for x in split_rows(hidden, CPU_ROWS)
         ]
-        return join(outputs)
+        return concat_rows(outputs)
 
 
 class Int8Block:
@@ -245,36 +242,40 @@ class Int8Block:
     """
 
     def __init__(self, block: Any) -> None:
-        self.heads: int = block.num_heads
-        self.head_dim: int = block.wo.out_features // self.heads
-        self.norms = [norm.norm.weight.float() for norm in (block.attention_norm, block.ffn_norm)]
-        self.smallest = smallest_norm(block.ffn_norm.norm)
+        self.num_heads: int = block.num_heads
+        self.head_dim: int = block.wo.out_features // self.num_heads
+        self.attention_norm_weight = block.attention_norm.norm.weight.float()
+        self.ffn_norm_weight = block.ffn_norm.norm.weight.float()
+        # Both norms of a block have the same size and epsilon.
+        self.norm_floor = block.attention_norm.norm_floor
         self.qkv = block.qkv
         self.wo = block.wo
         self.ffn = block.ffn
 
     def __call__(self, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the hidden states after this block, (R, D)."""
-        codes, scales = normalize_and_quantize(hidden, self.norms[0], self.smallest)
-        qkv = self.qkv.product(codes, hidden.dtype).view(-1, self.heads, 3, self.head_dim)
+        codes, row_factors = normalize_and_quantize(
+            hidden, self.attention_norm_weight, self.norm_floor
+        )
+        qkv = self.qkv.product(codes, hidden.dtype).view(-1, self.num_heads, 3, self.head_dim)
 
-        # The product lacks the scale of each row. A rotation is linear, so the angles apply the
-        # scale to queries and keys at no cost, and only the values need a multiplication.
-        scales = scales[..., None, None]
-        rotate(qkv, layout.angles * scales)
-        qkv[:, :, 2].mul_(scales[..., 0])
+        # The product lacks the row factors. A rotation is linear, so the angles apply them to
+        # queries and keys at no cost, and only the values need a multiplication.
+        row_factors = row_factors[..., None, None]
+        rotate(qkv, layout.angles * row_factors)
+        qkv[:, :, 2].mul_(row_factors[..., 0])
         hidden = self.wo.from_rows(attend(qkv, layout.groups)).add_(hidden)
 
-        # The first layer of the feed-forward takes codes and scales, so nothing is quantized twice.
-        codes, scales = normalize_and_quantize(hidden, self.norms[1], self.smallest)
-        return self.ffn.from_codes(codes, scales, hidden.dtype).add_(hidden)
+        # The first layer of the feed-forward takes codes, so nothing is quantized twice.
+        codes, row_factors = normalize_and_quantize(hidden, self.ffn_norm_weight, self.norm_floor)
+        return self.ffn.from_codes(codes, row_factors, hidden.dtype).add_(hidden)
 
 
 # ------------------------------------------------------------------------------------------------
 # operations on rows
 
 
-def run_if_known(
+def try_fast_forward(
     forward: CpuForward | CpuClassifier | None, texts: Sequence[np.ndarray]
 ) -> torch.Tensor | None:
     """Return the output of a fast forward pass, or None if the model itself must run.
@@ -308,19 +309,14 @@ def pool_texts(hidden: torch.Tensor, lengths: Sequence[int], pooling: str) -> to
     return torch.stack(means).to(hidden.dtype)
 
 
-def smallest_norm(norm: Any) -> torch.Tensor:
-    """Return sqrt(D * eps), with which an RMSNorm is sqrt(D) * x / hypot(|x|, sqrt(D * eps))."""
-    return torch.tensor((norm.weight.shape[0] * norm.eps) ** 0.5)
-
-
 def rms_norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
     """Return the RMSNorm of rows, computed in float32 as in the model."""
     weight = norm.weight.float()
     outputs = [
         F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(hidden.dtype)
-        for x in pieces(hidden, _PASS_ROWS)
+        for x in split_rows(hidden, CPU_ROWS)
     ]
-    return join(outputs)
+    return concat_rows(outputs)
 
 
 def rotate(qkv: torch.Tensor, angles: torch.Tensor) -> None:
@@ -334,10 +330,10 @@ def rotate(qkv: torch.Tensor, angles: torch.Tensor) -> None:
     # shares the memory of `qkv`, which the multiplication writes to.
     rows, heads, _, head_dim = qkv.shape
     query_key = qkv[:, :, :2].view(rows, heads, 2, head_dim // 2, 2)
-    for pairs, turns in zip(pieces(query_key, _PASS_ROWS), pieces(angles, _PASS_ROWS)):
+    for pairs, rotations in zip(split_rows(query_key, CPU_ROWS), split_rows(angles, CPU_ROWS)):
         # `float` returns float32 itself, and a copy of bfloat16, which must be written back.
         values = pairs.float()
-        torch.view_as_complex(values).mul_(turns)
+        torch.view_as_complex(values).mul_(rotations)
         if values.dtype != pairs.dtype:
             pairs.copy_(values)
 
@@ -363,14 +359,9 @@ def attend(qkv: torch.Tensor, groups: Sequence[tuple[int, int]]) -> torch.Tensor
     # The unused rows belong to no text.
     if start < rows:
         outputs.append(qkv.new_zeros(rows - start, heads * head_dim))
-    return join(outputs)
+    return concat_rows(outputs)
 
 
-def pieces(x: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
+def split_rows(x: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
     """Return `x` in chunks of at most `rows` rows; a single chunk needs no operator."""
     return (x,) if x.shape[0] <= rows else x.split(rows)
-
-
-def join(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the concatenation of chunks; a single chunk is not copied."""
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -5,14 +5,19 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS
+from ..common.constants import (
+    DEFAULT_CPU_BATCH_TOKENS,
+    DEFAULT_CUDA_BATCH_TOKENS,
+    POOLINGS,
+    TRUST_REMOTE_CODE_HELP,
+)
 from ..common.errors import UserError
 from ..common.options import OptionGroup, option
 
 
 BATCH_TOKENS_HELP = (
-    f"Maximum number of tokens per batch. By default {CUDA_TOKENS:,} on CUDA and {CPU_TOKENS:,} on "
-    "the CPU."
+    f"Maximum number of tokens per batch. By default {DEFAULT_CUDA_BATCH_TOKENS:,} on CUDA and "
+    f"{DEFAULT_CPU_BATCH_TOKENS:,} on the CPU."
 )
 
 AUTO_DTYPE_HELP = (
@@ -43,9 +48,7 @@ class EncoderOptions(OptionGroup):
     attn_implementation: str | None = option(
         None, "Attention implementation of transformers.", metavar="NAME"
     )
-    trust_remote_code: bool = option(
-        False, "Run the Python code in the repository of the model.", affects_results=False
-    )
+    trust_remote_code: bool = option(False, TRUST_REMOTE_CODE_HELP, affects_results=False)
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of `load_sentence_transformer`."""

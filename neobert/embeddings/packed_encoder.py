@@ -15,18 +15,20 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from ..attention_neobert import Packing
-from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
+from ..common.constants import POOLINGS, TOKENIZER
 from ..common.environment import processor_units
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
     check_model,
     choose_device,
     choose_dtype,
+    default_batch_tokens,
+    dtype_name,
     position_limit,
 )
-from ..common.packing import pack
+from ..common.packing import FLOAT32_ROW_GROUP, pack
 from ..quantization.int8 import is_int8, quantize_int8
-from .cpu_forward import CpuForward, pool_texts, run_if_known
+from .cpu_forward import CpuForward, pool_texts, try_fast_forward
 
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 # Names of the prompts of queries and documents, as in sentence-transformers, the preferred first.
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+# Precisions of the weights.
+DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 # Precisions of embeddings, as in sentence-transformers.
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
@@ -161,7 +165,7 @@ def _dtype(model: Any) -> torch.dtype:
 def _check_arguments(model: "SentenceTransformer", dtype: str, settings: Mapping[str, Any]) -> None:
     """Raise UserError if an argument of `PackedEncoder` does not apply to a loaded model."""
     changes = dict(settings)
-    if dtype not in ("auto", str(_dtype(model)).removeprefix("torch.")):
+    if dtype not in ("auto", dtype_name(_dtype(model))):
         changes["dtype"] = dtype
     if changes:
         name, value = next(iter(changes.items()))
@@ -169,6 +173,16 @@ def _check_arguments(model: "SentenceTransformer", dtype: str, settings: Mapping
             f"`{name}` cannot change a SentenceTransformer that is already loaded, got {value!r}. "
             "Set it when you load the SentenceTransformer, or pass the directory of the model."
         )
+
+
+def _check_settings(dtype: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if a model cannot be loaded with these arguments of `PackedEncoder`."""
+    if dtype not in DTYPES:
+        raise UserError(f"`dtype` must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {dtype!r}.")
+    # A shorter sequence would contain special tokens only.
+    max_length = settings.get("max_length")
+    if max_length is not None and max_length < 3:
+        raise UserError(f"`max_length` must be at least 3, got {max_length}.")
 
 
 def _packaged_tokenizer(folder: Path) -> str | None:
@@ -204,8 +218,8 @@ class PackedEncoder:
             and in float32 an embedding does not depend on the other texts of the batch. A
             SentenceTransformer keeps its dtype.
         device: Device of the model; by default CUDA if it is available.
-        batch_tokens: Maximum number of tokens per batch; by default `CUDA_TOKENS` on CUDA, and
-            `CPU_TOKENS` elsewhere.
+        batch_tokens: Maximum number of tokens per batch; by default 65,536 on CUDA, and
+            3,072 elsewhere.
         settings: Further arguments of `load_sentence_transformer`, for a directory or a Hub name.
 
     Raises:
@@ -245,6 +259,7 @@ class PackedEncoder:
         if isinstance(model, (str, Path)):
             # A missing model is reported before "auto" measures the speed of the dtypes.
             check_model(str(model))
+            _check_settings(dtype, settings)
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         else:
             _check_arguments(model, dtype, settings)
@@ -254,8 +269,7 @@ class PackedEncoder:
         modules: list[Any] = list(model.children())
         transformer = modules[0].auto_model
         self.dtype = _dtype(model)
-        default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
-        self.batch_tokens = batch_tokens or default_tokens
+        self.batch_tokens = batch_tokens or default_batch_tokens(self.device)
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
 
         # Packed batches are pooled by this class, which implements the mean and the first token,
@@ -270,13 +284,10 @@ class PackedEncoder:
         self._prompt_lengths: dict[str, int] = {}
 
         # The fast forward pass copies the weights, so later changes of the model have no effect.
-        self._forward: CpuForward | None = None
-        if self.packs and CpuForward.supports(transformer):
-            with torch.no_grad():
-                self._forward = CpuForward(transformer)
+        self._forward = self._make_forward()
         self._tokenizer: Any = model.tokenizer
         # Modules after the pooling, such as Dense and Normalize, run on the pooled embeddings.
-        self._rest = modules[2:]
+        self._post_pooling_modules = modules[2:]
 
         # Modules may change the dimension. Encoding a text is the only reliable way to measure it.
         with torch.inference_mode():
@@ -286,15 +297,32 @@ class PackedEncoder:
         truncate_dim = getattr(model, "truncate_dim", None)
         self.embedding_dimension: int = min(dimension, truncate_dim or dimension)
 
+    def _make_forward(self) -> CpuForward | None:
+        """Return the fast forward pass of the CPU, or None if it does not support the model."""
+        transformer = self.sentence_transformer[0].auto_model
+        if not (self.packs and CpuForward.supports(transformer)):
+            return None
+        with torch.no_grad():
+            return CpuForward(transformer)
+
+    # pickle and `copy.deepcopy` cannot copy the weights of the fast forward pass, whose memory
+    # layout is that of this processor. The copy prepares its own from the model.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_forward": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forward = self._make_forward()
+
     @property
     def dtype_name(self) -> str:
         """Name of the dtype, such as "float32"."""
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def normalizes(self) -> bool:
         """Whether the model normalizes its embeddings to unit length."""
-        return any(type(module).__name__ == "Normalize" for module in self._rest)
+        return any(type(module).__name__ == "Normalize" for module in self._post_pooling_modules)
 
     @property
     def max_length(self) -> int | None:
@@ -373,6 +401,7 @@ class PackedEncoder:
             )
 
         batch = [texts] if isinstance(texts, str) else list(texts)
+        _check_texts(batch)
         with tqdm(total=len(batch), desc="texts", disable=not show_progress_bar) as bar:
             embeddings = self.embed(self.tokenize(batch, prompt), bar.update, prompt)
 
@@ -380,7 +409,7 @@ class PackedEncoder:
         embeddings = embeddings[:, :truncate_dim]
         if normalize_embeddings:
             embeddings = F.normalize(torch.from_numpy(embeddings), dim=1).numpy()
-        if precision != "float32" and len(embeddings):
+        if precision != "float32":
             embeddings = quantize_embeddings(embeddings, precision)
         return embeddings[0] if isinstance(texts, str) else embeddings
 
@@ -396,6 +425,8 @@ class PackedEncoder:
         show_progress_bar: bool = False,
     ) -> np.ndarray:
         """Return the embeddings of queries: `encode` with the prompt "query" of the model, if any.
+
+        The arguments, the result and the errors are those of `encode`.
 
         Example:
             >>> from neobert import PackedEncoder
@@ -429,6 +460,7 @@ class PackedEncoder:
         """Return the embeddings of documents: `encode` with the document prompt, if any.
 
         The document prompt is the first of "document", "passage" and "corpus" that the model has.
+        The arguments, the result and the errors are those of `encode`.
 
         Example:
             >>> from neobert import PackedEncoder
@@ -561,7 +593,7 @@ class PackedEncoder:
     def _embed_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Return the embeddings of one packed batch, (N, D)."""
         # The fast pass of the CPU takes precedence over the forward of the model.
-        hidden = run_if_known(self._forward, batch)
+        hidden = try_fast_forward(self._forward, batch)
         if hidden is None:
             pooled = self._pool_packed(batch)
         else:
@@ -569,36 +601,38 @@ class PackedEncoder:
 
         # The modules of sentence-transformers pass a dictionary of features to one another.
         features = {"sentence_embedding": pooled}
-        for module in self._rest:
+        for module in self._post_pooling_modules:
             features = module(features)
         return features["sentence_embedding"]
 
     def _pool_packed(self, batch: Sequence[np.ndarray]) -> torch.Tensor:
         """Run the model on one packed batch and return the pooled hidden states, (N, D)."""
-        # The unused tokens are a sequence of their own, so no text attends to them.
         total = sum(map(len, batch))
-        filler = self._filler(total)
-        packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)
+        num_fillers = self._num_filler_tokens(total)
+        sequences = list(batch)
+        # The filler tokens are a sequence of their own, so no text attends to them.
+        if num_fillers:
+            sequences.append(np.zeros(num_fillers, np.int32))
+        packed = pack(sequences, self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
 
-        # The bounds of the texts do not include that of the unused sequence.
+        # The bounds of the texts do not include that of the filler tokens.
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         if self.pooling == "cls":
             return hidden[0, bounds[:-1].long()]
         return Packing(bounds, max(map(len, batch))).means(hidden)
 
-    def _filler(self, total: int) -> int:
-        """Return the length of the unused sequence that follows a batch of `total` tokens on a CPU.
+    def _num_filler_tokens(self, total: int) -> int:
+        """Return the number of unused tokens that follow a batch of `total` tokens on a CPU.
 
-        oneDNN builds a kernel for every number of tokens of a 16-bit matrix product, so large
-        batches have a multiple of 64. In float32, the last rows of a product are summed in another
-        order than those before them, so all tokens must be in complete groups of 16.
+        In float32, they complete a group of `FLOAT32_ROW_GROUP` tokens. oneDNN builds a kernel for
+        every number of tokens of a 16-bit matrix product, so large batches have a multiple of 64.
         """
         # int8 layers pad the rows of their products themselves.
         if self.device.type != "cpu" or self.dtype == torch.int8:
             return 0
         if self.dtype == torch.float32:
-            step = 16
+            step = FLOAT32_ROW_GROUP
         else:
             step = 64 if total >= 1024 else 1
         return -total % step
@@ -609,7 +643,7 @@ class PackedEncoder:
         As in SentenceTransformer, the prompt is tokenized alone, and its last [SEP] is not counted.
 
         A prompt is tokenized in the first call only. This call must not overlap with another use of
-        the tokenizer, because truncation is a setting of the tokenizer that every use changes.
+        the tokenizer: a fast tokenizer stores truncation as mutable state.
         """
         if self._pools_prompt or not prompt:
             return 0
@@ -661,6 +695,23 @@ def token_batches(
         yield np.array(batch)
 
 
+def _check_texts(texts: Sequence[Any]) -> None:
+    """Raise UserError if a text is not a string, or cannot be encoded in UTF-8."""
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UserError(
+                f"`texts` must contain strings, got {type(text).__name__} as text {index}."
+            )
+        # Tokenizers refuse such a text with a message that does not name the reason.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"`texts` must be valid Unicode, got a lone surrogate in text {index}. Replace it "
+                'with `text.encode(errors="replace").decode()`.'
+            ) from error
+
+
 def first_prompt_name(model: "SentenceTransformer", names: Sequence[str]) -> str | None:
     """Return the first of `names` that is a prompt of the model, or None."""
     prompts = model.prompts or {}
@@ -678,9 +729,18 @@ def quantize_embeddings(
         ranges: (2, D) minimum and maximum of each dimension for "int8" and "uint8"; by default
             those of the embeddings. Values outside of the ranges are clipped.
 
+    Returns:
+        (N, D) array; (N, D / 8) for "binary" and "ubinary".
+
     Raises:
         UserError: If the ranges would be those of a single embedding.
     """
+    # An empty array has no ranges, and the library cannot reshape it. The codes of one embedding
+    # have the dtype and the width of the result.
+    if len(embeddings) == 0:
+        zeros = np.zeros((1, embeddings.shape[1]), np.float32)
+        return quantize_embeddings(zeros, precision, np.concatenate([zeros, zeros]))[:0]
+
     # Version 5 does not clip: a value outside of the ranges wraps around, and changes its sign.
     if precision in ("int8", "uint8"):
         if ranges is None:

@@ -35,6 +35,9 @@ _JSON_TYPES = {
     pyarrow.int64(): {"integer", "large integer"},
     pyarrow.float64(): {"float", "integer"},
 }
+# Types of views, as Rust libraries write them, and the types with the same values. Arrow cannot
+# `take` values of a view.
+_VIEWS = {"string_view": pyarrow.string(), "binary_view": pyarrow.binary()}
 
 
 def copied_columns(
@@ -89,7 +92,7 @@ def copied_columns(
     # A type of None is still unknown. A column that is missing in the input is reported later, when
     # the rows are read.
     if is_typed:
-        input_types = dict(zip(schema.names, schema.types))
+        input_types = {field.name: _VIEWS.get(str(field.type), field.type) for field in schema}
     else:
         untyped = [name for name, arrow_type in types.items() if arrow_type is None]
         input_types = inferred_types(files, untyped)

@@ -34,11 +34,11 @@ from .folder import (
     MANIFEST_KEY,
     Folder,
     Parts,
-    clear,
     is_local,
     part_name,
     part_stem,
     read_metadata,
+    remove_stale_temporary_files,
 )
 from .manifest import Manifest, Truncation
 from .options import OPTIONS, CorpusOptions, EncodeOptions
@@ -170,6 +170,15 @@ class EncodeSummary:
         )
 
 
+@dataclass(frozen=True)
+class RunCounts:
+    """Texts and tokens that one run encoded, and the time of the encoding in seconds."""
+
+    texts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 def encode(
     options: EncodeOptions, progress_bar: bool = True, encoder: "PackedEncoder | None" = None
 ) -> EncodeSummary:
@@ -200,8 +209,9 @@ def encode(
     if finished is not None and not folder.names():
         return finished
 
-    # Another process may finish the file until the directory of the parts is locked.
-    with _locked(folder) if is_file else contextlib.nullcontext():
+    lock = _locked(folder) if is_file else contextlib.nullcontext()
+    with lock:
+        # Another process may have finished the file before the directory was locked.
         finished = _finished_file(output, settings, files) if is_file else None
         if finished is not None:
             # A process that was killed after it had written the file has left its parts.
@@ -214,29 +224,35 @@ def encode(
             manifest.check_settings(settings, folder.url)
             parts = folder.parts(files, settings)
 
-        run: dict[str, Any] = {}
+        counts = RunCounts()
         if not all(_is_complete(file, parts) for file in files):
-            missing = EncodeRun(options, settings, digest, shard, files, folder, parts)
-            run = missing.encode(progress_bar, encoder)
+            run = EncodeRun(options, settings, digest, shard, files, folder, parts)
+            counts = run.encode(progress_bar, encoder)
             # The directory is listed again, because other shards have also written parts.
             manifest = folder.read_manifest()
             parts = folder.parts(files, settings)
-
-        summary = EncodeSummary(
-            texts=sum(part.texts for part in parts.values()),
-            embeddings=sum(part.embeddings for part in parts.values()),
-            truncation=sum((part.truncation for part in parts.values()), Truncation()),
-            files={file.name: file.size for file in files},
-            missing=[file.name for file in files if not _is_complete(file, parts)],
-            **run,
-        )
+        summary = _summarize(files, parts, counts)
 
         # Until all parts are complete, temporary files may belong to running processes.
         if not summary.missing:
-            clear(folder.filesystem, folder.path_of(""))
+            remove_stale_temporary_files(folder.filesystem, folder.path_of(""))
             if is_file and manifest is not None:
                 _join(folder, output, manifest, summary, files, parts)
         return summary
+
+
+def _summarize(files: Sequence[data.File], parts: Parts, counts: RunCounts) -> EncodeSummary:
+    """Return the summary of an output with these parts, and of one run."""
+    return EncodeSummary(
+        texts=sum(part.texts for part in parts.values()),
+        embeddings=sum(part.embeddings for part in parts.values()),
+        truncation=sum((part.truncation for part in parts.values()), Truncation()),
+        files={file.name: file.size for file in files},
+        missing=[file.name for file in files if not _is_complete(file, parts)],
+        encoded_texts=counts.texts,
+        encoded_tokens=counts.tokens,
+        seconds=counts.seconds,
+    )
 
 
 @contextlib.contextmanager
@@ -283,8 +299,8 @@ class EncodeRun:
     folder: Folder
     parts: Parts
 
-    def encode(self, progress_bar: bool, encoder: "PackedEncoder | None") -> dict[str, Any]:
-        """Encode the missing parts of this shard, and return the fields of `EncodeSummary`.
+    def encode(self, progress_bar: bool, encoder: "PackedEncoder | None") -> RunCounts:
+        """Encode the missing parts of this shard.
 
         Args:
             progress_bar: Whether to show a progress bar.
@@ -323,7 +339,7 @@ class EncodeRun:
                 texts += block_texts
                 tokens += block_tokens
         seconds = time.perf_counter() - start
-        return {"encoded_texts": texts, "encoded_tokens": tokens, "seconds": seconds}
+        return RunCounts(texts, tokens, seconds)
 
     def _start_output(self, encoder: "PackedEncoder | None") -> "tuple[CorpusEncoder, Manifest]":
         """Write the manifest of a new output, and return it with the encoder."""
@@ -332,10 +348,10 @@ class EncodeRun:
         is_windows = options.long_texts.long_texts == "windows"
         columns = copied_columns(options.corpus, self.files, is_windows)
 
-        from ..common.loading import choose_dtype
+        from ..common.loading import choose_dtype, dtype_name
 
         # All parts must have the same precision, so "auto" is measured only for a new output.
-        dtype = str(choose_dtype(options.inference.dtype, self._device())).removeprefix("torch.")
+        dtype = dtype_name(choose_dtype(options.inference.dtype, self._device()))
         corpus_encoder = self._load(dtype, encoder)
         ranges = None
         if options.embeddings.output_dtype == "int8":

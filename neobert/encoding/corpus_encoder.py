@@ -158,7 +158,9 @@ class CorpusEncoder:
             text_column: Column that contains the texts.
         """
         columns = [text_column]
-        rows = (row for file in files for _, row in numbered_rows(file, columns, columns))
+        rows = (
+            row for file in files for _, row in numbered_rows(file, columns, text_columns=columns)
+        )
         first = itertools.islice(rows, _RANGE_TEXTS)
         # The first texts may have many windows, of which a limited number is encoded.
         windows, _ = self.tokenize([row[text_column][:_RANGE_CHARACTERS] for row in first])

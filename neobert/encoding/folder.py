@@ -75,11 +75,11 @@ def part_name(file: File, number: int) -> str:
 
 
 @contextlib.contextmanager
-def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
-    """Open a binary file that appears at `path` when the block has ended without an error.
+def create_file_once(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
+    """Write a file that appears at `path` unless another process has written it first.
 
-    The file appears with its complete content, by a hard link on a disk and by one upload in an
-    object store. If several processes write the same file, the file of the first process stays.
+    The file appears with its complete content when the block has ended without an error, by a hard
+    link on a disk and by one upload in an object store.
 
     Args:
         filesystem: File system of fsspec.
@@ -119,7 +119,7 @@ def new_file(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
                 filesystem.put_file(temporary, path, mode="create")
 
 
-def clear(filesystem: Any, path: str) -> None:
+def remove_stale_temporary_files(filesystem: Any, path: str) -> None:
     """Remove temporary files whose final file already exists.
 
     Other temporary files are kept, because a running process may still be writing them.
@@ -215,7 +215,7 @@ class Folder:
 
     def write_manifest(self, manifest: Manifest) -> Manifest:
         """Write the manifest unless another process has, and return that of the directory."""
-        with new_file(self.filesystem, self.path_of(MANIFEST)) as file:
+        with create_file_once(self.filesystem, self.path_of(MANIFEST)) as file:
             file.write(manifest.to_json().encode())
         # Another process may have written its manifest first.
         written = self.read_manifest()
@@ -277,7 +277,7 @@ class Folder:
             metadata: Metadata of the file.
         """
         with (
-            new_file(*fsspec.url_to_fs(output)) as file,
+            create_file_once(*fsspec.url_to_fs(output)) as file,
             pyarrow.parquet.ParquetWriter(
                 file, schema, compression="none", use_dictionary=False
             ) as writer,
@@ -294,4 +294,4 @@ class Folder:
         """Remove the directory, whose parts were joined, and temporary files of `output`."""
         if self.names():
             self.filesystem.rm(self.path, recursive=True)
-        clear(*fsspec.url_to_fs(output))
+        remove_stale_temporary_files(*fsspec.url_to_fs(output))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ..common.constants import DTYPES
+from ..common.constants import DEVICE_HELP, DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
@@ -122,8 +122,7 @@ class InferenceOptions(OptionGroup):
     )
     device: str | None = option(
         None,
-        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available; under a launcher, each "
-        "process uses its own GPU.",
+        f"{DEVICE_HELP} Under a launcher, each process uses its own GPU.",
         metavar="NAME",
         affects_results=False,
     )

@@ -22,7 +22,7 @@ from ..embeddings.packed_encoder import NotFinite, quantize_embeddings
 from ..embeddings.windows import Windows
 from .columns import WINDOW_COLUMNS, column_array
 from .corpus_encoder import CorpusEncoder
-from .folder import MANIFEST_KEY, PART_KEY, Folder, new_file, part_name
+from .folder import MANIFEST_KEY, PART_KEY, Folder, create_file_once, part_name
 from .manifest import Manifest, Truncation
 from .options import CorpusOptions
 
@@ -79,7 +79,10 @@ def read_blocks(
     rows: dict[int, dict[str, Any]] = {}
     characters = 0
     numbered = numbered_rows(
-        file, columns, [text_column], wanted=lambda number: is_wanted(number // size)
+        file,
+        columns,
+        text_columns=[text_column],
+        is_wanted=lambda number: is_wanted(number // size),
     )
     for number, row in numbered:
         # The first row of the next part, or a row after many characters, completes a block. Only
@@ -142,7 +145,7 @@ def encode_files(
         truncation = Truncation()
         texts = 0
         with (
-            new_file(folder.filesystem, folder.path_of(part_name(file, number))) as output,
+            create_file_once(folder.filesystem, folder.path_of(part_name(file, number))) as output,
             # Embeddings in floating point do not compress.
             pyarrow.parquet.ParquetWriter(
                 output, schema, compression="none", use_dictionary=False

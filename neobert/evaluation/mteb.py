@@ -16,6 +16,7 @@ from mteb.abstasks import AbsTask
 from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
+from mteb.results import TaskResult
 from mteb.types import PromptType
 
 from ..common.environment import environment
@@ -26,7 +27,7 @@ from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.options import log_options
 from ..common.results import check_result_files
-from ..embeddings.instructions import read_instructions as read_instruction_file
+from ..embeddings.instructions import read_instructions
 from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
 from .options import BENCHMARKS, OPTIONS, MtebOptions
@@ -38,7 +39,7 @@ _INSTRUCTED_PROMPT_TYPES = (None, PromptType.query)
 
 
 def main(
-    argv: Sequence[str] | None = None, extra_tasks: Mapping[str, Sequence[AbsTask]] = {}
+    argv: Sequence[str] | None = None, extra_tasks: Mapping[str, Sequence[AbsTask]] | None = None
 ) -> int:
     """Run `neobert mteb --model MODEL --output FOLDER` and return the exit code.
 
@@ -58,7 +59,7 @@ def main(
     check_result_files(folder, "mteb", earlier, name)
     check_result_files(folder, "mteb", read_runs(folder), "table.md")
     tasks = choose_tasks(options.evaluation.tasks, extra_tasks)
-    read_instructions(options.instructions.instructions, tasks)
+    resolve_instructions(options.instructions.instructions, tasks)
 
     dtype = options.inference.dtype
     if earlier and earlier["dtype"] == dtype == "auto":
@@ -86,7 +87,7 @@ def main(
 
 
 def choose_tasks(
-    names: Iterable[str], extra_tasks: Mapping[str, Sequence[AbsTask]] = {}
+    names: Iterable[str], extra_tasks: Mapping[str, Sequence[AbsTask]] | None = None
 ) -> list[AbsTask]:
     """Return the tasks with these names, and the tasks of the benchmarks with these names.
 
@@ -101,6 +102,7 @@ def choose_tasks(
         UserError: If MTEB has no task or benchmark with one of the names, a task has no English
             subset, or two benchmarks define a task differently.
     """
+    extra_tasks = extra_tasks or {}
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     # The score of a single task is also a score of the benchmarks with a table, so the task must
     # have their definition.
@@ -152,7 +154,7 @@ def _definition(task: AbsTask) -> tuple[list[str], list[str]]:
     return sorted(task.hf_subsets), sorted(task.eval_splits)
 
 
-def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] | None:
+def resolve_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] | None:
     """Return the instructions of the option `--instructions`, {task name or task type: text}.
 
     Args:
@@ -175,7 +177,7 @@ def read_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str] |
     for task in tasks:
         for part in (task, *getattr(task, "tasks", ())):
             names |= {part.metadata.name, part.metadata.type}
-    return read_instruction_file(choice, names)
+    return read_instructions(choice, names)
 
 
 class PackedModel(AbsEncoder):
@@ -285,16 +287,15 @@ def evaluate(
     name = options.evaluation.row
     folder = Path(options.evaluation.output)
     template = options.instructions.instruction_template
-    instructions = read_instructions(options.instructions.instructions, tasks)
+    instructions = resolve_instructions(options.instructions.instructions, tasks)
     revision = fingerprint(encoder, options, instructions)
 
     # A conflict is reported before the evaluation, which may take hours.
     _earlier_run(folder / f"{name}.json", revision)
 
+    model = PackedModel(encoder, f"neobert/{name}", revision, instructions, template)
     results = mteb.evaluate(
-        PackedModel(  # type: ignore[arg-type]
-            encoder, f"neobert/{name}", revision, instructions, template
-        ),
+        model,  # type: ignore[arg-type]
         tasks,
         cache=mteb.ResultCache(cache_path=folder / "cache"),
         co2_tracker=False,
@@ -308,24 +309,12 @@ def evaluate(
         },
     )
 
-    # A task that failed has the score None, so a mean over its benchmark is None, too. MTEB returns
-    # scores as fractions, and NaN if it cannot compute one.
-    scores: dict[str, float | None] = {task.metadata.name: None for task in tasks}
-    tasks_by_name = {task.metadata.name: task for task in tasks}
-    for result in results.task_results:
-        # The cache may also contain other subsets and splits of the task, from another benchmark.
-        task = tasks_by_name[result.task_name]
-        score = result.validate_and_filter_scores(task).get_score()
-        if not math.isnan(score):
-            scores[result.task_name] = round(100 * float(score), 4)
-
-    types = {task.metadata.name: task.metadata.type for task in tasks}
     report: dict[str, Any] = {
         "name": name,
         "model": str(options.evaluation.model),
         "fingerprint": revision,
-        "scores": scores,
-        "types": types,
+        "scores": _scores_in_percent(results.task_results, tasks),
+        "types": {task.metadata.name: task.metadata.type for task in tasks},
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
         "instructions": options.instructions.instructions,
         "instruction_template": template,
@@ -341,6 +330,25 @@ def evaluate(
         write_record(folder / f"{name}.json", report)
         write_tables(folder)
     return report
+
+
+def _scores_in_percent(
+    results: Iterable[TaskResult], tasks: Iterable[AbsTask]
+) -> dict[str, float | None]:
+    """Return the main score of every task, {task name: score in percent}.
+
+    A task that failed has the score None, so a mean over its benchmark is None, too.
+    """
+    tasks_by_name = {task.metadata.name: task for task in tasks}
+    scores: dict[str, float | None] = dict.fromkeys(tasks_by_name)
+    for result in results:
+        # The cache may also contain other subsets and splits of the task, from another benchmark.
+        task = tasks_by_name[result.task_name]
+        score = result.validate_and_filter_scores(task).get_score()
+        # MTEB returns scores as fractions, and NaN if it cannot compute one.
+        if not math.isnan(score):
+            scores[result.task_name] = round(100 * float(score), 4)
+    return scores
 
 
 def _earlier_run(path: Path, revision: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ..common.constants import DTYPES
+from ..common.constants import DEVICE_HELP, DTYPES
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template
@@ -18,8 +18,6 @@ from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOpti
 PAPER_BENCHMARK = "MTEB(eng, v1)"
 # Benchmarks that have a table in table.md.
 BENCHMARKS = ("MTEB(eng, v2)", PAPER_BENCHMARK, "NanoBEIR")
-
-DEVICE_HELP = "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available."
 
 
 @dataclass(frozen=True)

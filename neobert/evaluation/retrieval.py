@@ -62,7 +62,7 @@ def read_queries(path: str) -> Queries:
     Raises:
         UserError: If the file cannot be read or has no usable row.
     """
-    queries = queries_from_rows(rows(path, texts=["anchor", "positive"]))
+    queries = queries_from_rows(rows(path, text_columns=["anchor", "positive"]))
     if not queries.relevant:
         raise UserError(
             f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."

@@ -56,32 +56,38 @@ class EngineAgreement:
     """Similarity of an engine's outputs to those of torch.
 
     Attributes:
-        token: Smallest cosine similarity of the vectors of a non-padding token (hidden states or
-            masked-LM logits), or None if the outputs have no vectors per token.
-        pooled: Smallest cosine similarity of the vectors of a text: the pooled hidden states, or
-            the logits of a head. Without a pooling module the hidden states are averaged.
+        token_cosine: Smallest cosine similarity of the vectors of a non-padding token (hidden
+            states or masked-LM logits), or None if the outputs have no vectors per token.
+        pooled_cosine: Smallest cosine similarity of the vectors of a text: the pooled hidden
+            states, or the logits of a head. Without a pooling module the hidden states are
+            averaged.
     """
 
-    token: float | None
-    pooled: float
+    token_cosine: float | None
+    pooled_cosine: float
 
     def __str__(self) -> str:
         """Return both similarities in words."""
-        token = "" if self.token is None else f"worst token cosine {self.token:.6f}, "
-        return f"{token}worst pooled cosine {self.pooled:.6f}"
+        token = ""
+        if self.token_cosine is not None:
+            token = f"worst token cosine {self.token_cosine:.6f}, "
+        return f"{token}worst pooled cosine {self.pooled_cosine:.6f}"
 
-    def check(self, name: str, token: float, pooled: float) -> None:
+    def check(self, name: str, min_token_cosine: float, min_pooled_cosine: float) -> None:
         """Check that both similarities reach their bounds.
 
         Args:
             name: Name of the model, for the message.
-            token: Bound of `self.token`.
-            pooled: Bound of `self.pooled`.
+            min_token_cosine: Lower bound of `token_cosine`.
+            min_pooled_cosine: Lower bound of `pooled_cosine`.
 
         Raises:
             UserError: If a similarity is below its bound, or NaN.
         """
-        bounds = (("token", self.token, token), ("pooled", self.pooled, pooled))
+        bounds = (
+            ("token", self.token_cosine, min_token_cosine),
+            ("pooled", self.pooled_cosine, min_pooled_cosine),
+        )
         for cosine_name, value, bound in bounds:
             # The comparison is also false if the value is NaN.
             if value is not None and not value >= bound:
@@ -97,22 +103,22 @@ class GraphFile:
 
     Attributes:
         precision: Value of `--precisions`.
-        token: As in `EngineAgreement`.
-        pooled: As in `EngineAgreement`.
+        token_cosine: As in `EngineAgreement`.
+        pooled_cosine: As in `EngineAgreement`.
         external_data: Whether the weights are in another file; None if the format has no such file.
     """
 
     precision: str
-    token: float | None
-    pooled: float
+    token_cosine: float | None
+    pooled_cosine: float
     external_data: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as it is written."""
         entry: dict[str, Any] = {
             "precision": self.precision,
-            "token": self.token,
-            "pooled": self.pooled,
+            "token": self.token_cosine,
+            "pooled": self.pooled_cosine,
         }
         if self.external_data is not None:
             entry["external_data"] = self.external_data
@@ -125,13 +131,13 @@ class Precision:
 
     Attributes:
         file: Name of the file, as the programs that read the folder expect it.
-        token: Bound of the worst token cosine.
-        pooled: Bound of the worst pooled cosine.
+        min_token_cosine: Lower bound of the worst token cosine.
+        min_pooled_cosine: Lower bound of the worst pooled cosine.
     """
 
     file: str
-    token: float
-    pooled: float
+    min_token_cosine: float
+    min_pooled_cosine: float
 
     def verify(
         self, name: str, engine: str, reference: "Reference", run: Runner, summary: str
@@ -155,8 +161,8 @@ class Precision:
         title = f"{name} in {engine}"
         agreement = reference.agreement(run, title)
         tqdm.write(f"{name:<5} {summary}  {agreement}")
-        agreement.check(title, self.token, self.pooled)
-        return GraphFile(name, agreement.token, agreement.pooled)
+        agreement.check(title, self.min_token_cosine, self.min_pooled_cosine)
+        return GraphFile(name, agreement.token_cosine, agreement.pooled_cosine)
 
 
 class Reference:
@@ -202,7 +208,7 @@ class Reference:
                 name: torch.as_tensor(value).float()
                 for name, value in run(input_ids, attention_mask).items()
             }
-            # Outputs at padding tokens are undefined, so they are compared nowhere.
+            # Outputs at padding tokens are undefined, so they are not compared.
             mask = attention_mask.bool()
             for name, values in expected.items():
                 _check_shape(title, name, outputs.get(name), values)
@@ -233,8 +239,8 @@ class Reference:
     ) -> list[torch.Tensor]:
         """Return the cosines of the pooled vectors.
 
-        The hidden states of the engine are pooled here; an output of pooled vectors is compared
-        too.
+        The hidden states of the engine are pooled here. If the engine pools, too, its own output is
+        also compared.
         """
         # A model without a pooling module is often used with mean pooling.
         pooling = self._source.pooling or _mean
@@ -286,14 +292,14 @@ def make_texts(source: SourceModel, lengths: Sequence[int], first: int = 0) -> I
     Args:
         source: Model and tokenizer.
         lengths: Sequence lengths without special tokens. Lengths beyond the model's are skipped.
-        first: Number of the first sentence of the first text.
+        first: Index of the first sentence of the first text.
     """
     extra = source.tokenizer.num_special_tokens_to_add()
-    for number, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         if length + extra > source.max_length:
             continue
         # Every text starts with another sentence, so equal lengths have different texts.
-        start = (first + number) % len(SENTENCES)
+        start = (first + index) % len(SENTENCES)
         # Every sentence has at least one token, so this text has at least `length` tokens.
         rotated = SENTENCES[start:] + SENTENCES[:start]
         text = " ".join(rotated * (length // len(SENTENCES) + 1))

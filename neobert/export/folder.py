@@ -17,7 +17,11 @@ from ..common.files import read_json, write_json, write_record, write_text
 from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.identity import model_digest
 from ..common.loading import copy_code
-from ..common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
+from ..common.sentence_transformers_files import (
+    REQUIREMENTS,
+    write_pooling,
+    write_sentence_transformers,
+)
 from .check import GraphFile
 from .model_card import build_card
 from .options import OnnxOptions, OpenvinoOptions
@@ -62,7 +66,7 @@ def new_export(source: SourceModel, output: str, target: str) -> Iterator[NewExp
     Yields:
         The folder, to which the caller adds the graphs.
     """
-    # The digest is that of the weights as they were when the export began.
+    # The digest is computed first, because the weights may be replaced during the export.
     digest = model_digest(source.folder)
     with new_folder(output) as folder:
         export = NewExport(folder / target)
@@ -111,24 +115,25 @@ def _write_common(folder: Path, source: SourceModel) -> None:
     for path in Path(source.tokenizer_folder).iterdir():
         shutil.copyfile(path, folder / path.name)
 
-    # The files of sentence-transformers: first those of every model, then the additional modules.
     pooling = source.pooling
     if pooling is None:
         return
+
+    # A sentence encoder also has the files of sentence-transformers.
     hidden_size = source.config.hidden_size
     write_sentence_transformers(folder, hidden_size, source.max_length, pooling.mode)
     write_pooling(folder, hidden_size, pooling.mode, pooling.include_prompt)
 
-    # Modules 0 and 1 are the transformer and its pooling.
+    # Modules 0 and 1 are the transformer and its pooling. The others are Dense and Normalize.
     modules = read_json(folder / "modules.json")
-    for number, module in enumerate(pooling.modules[1:], 2):
+    for index, module in enumerate(pooling.modules[1:], 2):
         class_name = type(module).__name__
-        module_folder = folder / f"{number}_{class_name}"
+        module_folder = folder / f"{index}_{class_name}"
         module_folder.mkdir()
         modules.append(
             {
-                "idx": number,
-                "name": str(number),
+                "idx": index,
+                "name": str(index),
                 "path": module_folder.name,
                 "type": f"sentence_transformers.models.{class_name}",
             }
@@ -138,16 +143,18 @@ def _write_common(folder: Path, source: SourceModel) -> None:
         else:
             write_json(module_folder / "config.json", {})
     write_json(folder / "modules.json", modules)
-    further: dict[str, Any] = {
+
+    # The file is only written if a setting differs from its default.
+    settings: dict[str, Any] = {
         "prompts": source.prompts,
         "default_prompt_name": source.default_prompt_name,
         "similarity_fn_name": source.similarity_fn_name,
     }
     if pooling.truncate_dim is not None:
-        further["truncate_dim"] = pooling.truncate_dim
-    if any(further.values()):
-        further["requirements"] = REQUIREMENTS
-        write_json(folder / "config_sentence_transformers.json", further)
+        settings["truncate_dim"] = pooling.truncate_dim
+    if any(settings.values()):
+        settings["requirements"] = REQUIREMENTS
+        write_json(folder / "config_sentence_transformers.json", settings)
 
 
 def _write_dense(folder: Path, module: Any) -> None:

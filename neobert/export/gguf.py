@@ -15,10 +15,11 @@ from .source import SourceModel
 
 logger = logging.getLogger("neobert.export")
 
-# Maximum error of a value by dtype, relative to the maximum of its tensor: half a step of the 11
-# bits of float16, and of 127 steps whose size is a float16 itself. q4_0, which a file of q5_0
-# contains too, has 8 steps below zero and 7 above, so a value may be clipped by a whole step.
-BOUNDS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q5_0": 1 / 8 + 2.0**-11}
+# Maximum error of a value by dtype, relative to the largest value of its tensor. float16 has 11
+# significant bits, and rounds by at most half a step. q8_0 has 127 steps, and stores their size in
+# float16. A file of q5_0 also contains q4_0, which has 8 steps below zero but only 7 above, so a
+# large value may be clipped by a whole step.
+MAX_ERRORS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q5_0": 1 / 8 + 2.0**-11}
 
 
 def check_output(options: GgufOptions) -> None:
@@ -40,7 +41,7 @@ def check_output(options: GgufOptions) -> None:
 def export(source: SourceModel, options: GgufOptions) -> None:
     """Write the file and compare its values with the model before it appears.
 
-    With `--check` the existing file is compared only.
+    With `--check`, the existing file is only compared.
 
     Raises:
         UserError: If llama.cpp cannot run the model, or the values differ.
@@ -53,7 +54,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
         )
         source = replace(source, head=HEADS["base"], model=source.model.model)
 
-    # llama.cpp has pooling as a setting, but no modules behind it.
+    # llama.cpp supports a pooling, but no Dense modules after it.
     pooling = source.pooling
     mode = pooling.mode if pooling else "mean"
     check_model(source.model, mode)
@@ -81,7 +82,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     if options.format.check:
         # The file may have any of the data types, so the largest bound applies.
         error = largest_error(output, source.model, writer)
-        if not error <= max(BOUNDS.values()):
+        if not error <= max(MAX_ERRORS.values()):
             raise UserError(f"{output} does not contain this model: {_describe_error(error)}.")
         print(f"{output} contains this model: {_describe_error(error)}")
         return
@@ -90,7 +91,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     with new_file(output) as file:
         write_tensors(writer, file.name, source.model, dtype)
         error = largest_error(file.name, source.model, writer)
-        if not error <= BOUNDS[dtype]:
+        if not error <= MAX_ERRORS[dtype]:
             raise UserError(f"the file was discarded: {_describe_error(error)}.")
         size = Path(file.name).stat().st_size
     print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_describe_error(error)}")

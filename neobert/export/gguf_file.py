@@ -35,7 +35,7 @@ _FILE_TYPES = {
 }
 # Number of values that share one scale in q8_0, q5_0 and q4_0.
 _BLOCK = 32
-_LARGEST_F16 = 65504.0
+_MAX_F16 = 65504.0
 # llama.cpp assumes these values of YaRN: for this architecture it only reads the factors and the
 # original length.
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
@@ -119,7 +119,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     names = gguf.MODEL_TENSOR
     tensors: dict[str, np.ndarray] = {}
 
-    # The package knows the names of the architecture: blk.0.attn_norm for layer 0, for example.
+    # The package contains the names of the architecture, such as blk.0.attn_norm for layer 0.
     def put(
         tensor: gguf.MODEL_TENSOR,
         parameter: torch.Tensor,
@@ -169,7 +169,7 @@ def _storage_type(dtype: str, name: str, array: np.ndarray) -> gguf.GGMLQuantiza
 # Keys
 
 
-def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str) -> None:
+def add_model_keys(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str) -> None:
     """Add the keys of the architecture, the rotary positions, the pooling and the labels.
 
     Args:
@@ -193,7 +193,7 @@ def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str
     writer.add_head_count_kv(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_causal_attention(False)
-    _describe_rope(writer, config)
+    _add_rope_keys(writer, config)
 
     if _has_classifier(model):
         # With this type, llama.cpp computes the classifier, for rerankers and other heads.
@@ -204,7 +204,7 @@ def describe_model(writer: gguf.GGUFWriter, model: Any, pooling: str, dtype: str
         writer.add_pooling_type(POOLING[pooling])
 
 
-def _describe_rope(writer: gguf.GGUFWriter, config: Any) -> None:
+def _add_rope_keys(writer: gguf.GGUFWriter, config: Any) -> None:
     """Add the keys of the rotary positions."""
     rope = config.rope_parameters
     is_scaled = rope["rope_type"] != "default"
@@ -227,7 +227,7 @@ def _describe_rope(writer: gguf.GGUFWriter, config: Any) -> None:
         )
 
 
-def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> None:
+def add_tokenizer_keys(writer: gguf.GGUFWriter, tokenizer: Any, num_embeddings: int) -> None:
     """Add the keys of llama.cpp's WordPiece tokenizer, "bert".
 
     The words of this tokenizer begin with U+2581, and their continuations have no prefix.
@@ -235,8 +235,8 @@ def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> No
     Args:
         writer: Writer to add the keys to.
         tokenizer: Fast tokenizer of transformers.
-        rows: Number of rows of the embedding. Rows beyond the vocabulary are named [PAD<id>] and
-            marked as unused.
+        num_embeddings: Number of token embeddings. Those beyond the vocabulary are named [PAD<id>]
+            and marked as unused.
 
     Raises:
         UserError: If the tokenizer is not that of BERT.
@@ -246,8 +246,8 @@ def describe_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, rows: int) -> No
     lowercase, strip_accents = _bert_normalizer(tokenizer)
     special_ids = set(tokenizer.all_special_ids)
     added_ids = tokenizer.get_added_vocab().values()
-    tokens = [f"[PAD{i}]" for i in range(rows)]
-    types = [gguf.TokenType.UNUSED] * rows
+    tokens = [f"[PAD{i}]" for i in range(num_embeddings)]
+    types = [gguf.TokenType.UNUSED] * num_embeddings
     for token, i in tokenizer.get_vocab().items():
         if i in special_ids:
             tokens[i] = token
@@ -295,10 +295,10 @@ def _to_sentencepiece(token: str) -> str:
 
 
 def _bert_normalizer(tokenizer: Any) -> tuple[bool, bool]:
-    """Return `lowercase` and `strip_accents` of a tokenizer that works as that of BERT.
+    """Return `lowercase` and `strip_accents` of a tokenizer with the components of BERT's.
 
     Raises:
-        UserError: If the tokenizer works otherwise.
+        UserError: If the tokenizer has other components.
     """
     # The settings are in tokenizer.json; the attributes of the tokenizer may differ from them.
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -322,7 +322,7 @@ def _bert_normalizer(tokenizer: Any) -> tuple[bool, bool]:
             f"the tokenizer must be BERT's WordPiece tokenizer for GGUF, got {parts}. {_REMEDY}"
         )
 
-    # As in tokenizers: accents are stripped with upper case, unless the setting says otherwise.
+    # As in tokenizers: without the setting, a tokenizer that lowercases also strips accents.
     lowercase = normalizer["lowercase"]
     strip_accents = normalizer["strip_accents"]
     return lowercase, lowercase if strip_accents is None else strip_accents
@@ -356,8 +356,8 @@ def new_writer(
     for key, text in metadata.items():
         writer.add_string(key, text)
     writer.add_base_model_count(sum(key.endswith(".repo_url") for key in metadata))
-    describe_model(writer, model, pooling, dtype)
-    describe_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
+    add_model_keys(writer, model, pooling, dtype)
+    add_tokenizer_keys(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
     return writer
 
 
@@ -379,9 +379,9 @@ def write_tensors(writer: gguf.GGUFWriter, path: str | Path, model: Any, dtype: 
         largest = float(np.abs(array).max())
         if not np.isfinite(largest):
             raise UserError(f"{name} contains values that are NaN or infinite.")
-        if storage_type == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
+        if storage_type == gguf.GGMLQuantizationType.F16 and largest > _MAX_F16:
             raise UserError(
-                f"the values of {name} must be at most {_LARGEST_F16:.0f} in float16, got "
+                f"the values of {name} must be at most {_MAX_F16:.0f} in float16, got "
                 f"{largest:.3g}. Use --dtype f32."
             )
         writer.add_tensor(name, gguf.quantize(array, storage_type), raw_dtype=storage_type)
@@ -413,7 +413,7 @@ def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> floa
         raise UserError(f"{path} must be a GGUF file: {one_line(error)}.") from error
     _check_keys(path, reader, writer)
 
-    # Every tensor of the model must be there. Further ones, such as a decoder, have no effect.
+    # Every tensor of the model must be in the file. Others, such as a decoder, have no effect.
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     worst = 0.0
     for name, exact in tensors_of(model).items():

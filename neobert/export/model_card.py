@@ -53,9 +53,9 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
     # Heads with a few labels have no vector per token to compare, so the cell is empty.
     rows = []
     for stem, file in files.items():
-        token = "" if file.token is None else f"{file.token:.6f}"
+        token = "" if file.token_cosine is None else f"{file.token_cosine:.6f}"
         path = f"`{target}/{stem}.{suffix}`"
-        rows.append(f"| {path} | {file.precision} | {token} | {file.pooled:.6f} |")
+        rows.append(f"| {path} | {file.precision} | {token} | {file.pooled_cosine:.6f} |")
     text = _CARD.format(
         metadata=front_matter(
             **source.metadata, library_name=library, pipeline_tag=task, tags=tags
@@ -72,7 +72,7 @@ def build_card(source: SourceModel, name: str, target: str, files: Mapping[str, 
 
 
 def _settings(source: SourceModel) -> str:
-    """Return a list of what users of other libraries than sentence-transformers must do, or ""."""
+    """Return the settings that users of other libraries must apply, as a Markdown list, or ""."""
     settings = source.client_settings()
     if not settings:
         return ""

@@ -31,14 +31,15 @@ check_output = folder.check_output
 # The first version that has all operations of the graph. ONNX Runtime, its builds for browsers, and
 # Text Embeddings Inference read it.
 OPSET = 18
-# A protobuf message is limited to 2 GiB. Larger weights are stored in a separate file.
-LARGEST_FILE = 2**31 - 2**24
+# A protobuf message is limited to 2 GiB. Larger weights are stored in a separate file. The nodes
+# and names of a graph take less than the remaining 16 MiB.
+MAX_WEIGHT_BYTES = 2**31 - 2**24
 
 PRECISIONS = {
-    "fp32": Precision("model.onnx", 0.99999, 0.99999),
-    "fp16": Precision("model_fp16.onnx", 0.995, 0.999),
-    "int8": Precision("model_quantized.onnx", 0.9, 0.99),
-    "q4": Precision("model_q4.onnx", 0.3, 0.8),
+    "fp32": Precision("model.onnx", min_token_cosine=0.99999, min_pooled_cosine=0.99999),
+    "fp16": Precision("model_fp16.onnx", min_token_cosine=0.995, min_pooled_cosine=0.999),
+    "int8": Precision("model_quantized.onnx", min_token_cosine=0.9, min_pooled_cosine=0.99),
+    "q4": Precision("model_q4.onnx", min_token_cosine=0.3, min_pooled_cosine=0.8),
 }
 
 
@@ -142,8 +143,8 @@ def _write(graph: "onnx.ModelProto", path: Path) -> bool:
     """
     import onnx
 
-    # The nodes and names of a graph take less than the margin of `LARGEST_FILE`.
-    is_large = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
+    weight_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
+    is_large = weight_bytes > MAX_WEIGHT_BYTES
     if is_large:
         onnx.save_model(
             graph,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..quantization.int8_product import LARGEST, ZERO, quantize_weight
+from ..quantization.int8_product import MAX_WEIGHT, ZERO_POINT, quantize_weight
 from .graph import quiet
 
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import onnx
 
 
-# The inputs are 1 to 255, around `ZERO`.
+# The inputs are 1 to 255, around `ZERO_POINT`.
 _INPUT_STEPS = 127
 # Matrices with fewer outputs stay in float32: the last layer of a classifier is small, and reads a
 # single vector per text.
 _MIN_OUTPUTS = 64
 _BLOCK = 32
-# Lower bound of scales, which avoids a division by zero.
-_SMALLEST = 1e-12
+# Lower bound of the largest absolute value of a token, which avoids a division by zero.
+_MIN_ABSMAX = 1e-12
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _int8_rows(node: "onnx.NodeProto", table: np.ndarray) -> _Replacement:
             "Mul", [f"{name}_float", f"{name}_scale"], [node.output[0]], name=f"{name}_scaled"
         ),
     ]
-    scales = (largest / LARGEST)[:, None]
+    scales = (largest / MAX_WEIGHT)[:, None]
     return _Replacement(nodes, {f"{name}_rows": integers.numpy(), f"{name}_scales": scales.numpy()})
 
 
@@ -181,11 +181,11 @@ def _int8_linear(node: "onnx.NodeProto", weight: np.ndarray) -> _Replacement:
     integers, largest = quantize_weight(torch.tensor(weight.T), limit_pairs=True)
     tensors: dict[str, np.ndarray] = {
         "int8_last_axis": np.array([-1], np.int64),
-        "int8_smallest": np.array(_SMALLEST, np.float32),
+        "int8_smallest": np.array(_MIN_ABSMAX, np.float32),
         "int8_step": np.array(1 / _INPUT_STEPS, np.float32),
-        "int8_zero": np.array(ZERO, np.uint8),
+        "int8_zero": np.array(ZERO_POINT, np.uint8),
         f"{name}_weight": integers.T.contiguous().numpy(),
-        f"{name}_scales": (largest / LARGEST).numpy(),
+        f"{name}_scales": (largest / MAX_WEIGHT).numpy(),
     }
 
     def make(op_type: str, inputs: list[str], result: str, **attributes: Any) -> "onnx.NodeProto":

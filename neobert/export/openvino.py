@@ -35,9 +35,11 @@ OPTIONS_FILE = "ov_config.json"
 OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
 PRECISIONS = {
-    "fp32": Precision("openvino_model.xml", 0.99999, 0.99999),
-    "fp16": Precision("openvino_model_fp16.xml", 0.995, 0.999),
-    "int8": Precision("openvino_model_qint8_quantized.xml", 0.9, 0.99),
+    "fp32": Precision("openvino_model.xml", min_token_cosine=0.99999, min_pooled_cosine=0.99999),
+    "fp16": Precision("openvino_model_fp16.xml", min_token_cosine=0.995, min_pooled_cosine=0.999),
+    "int8": Precision(
+        "openvino_model_qint8_quantized.xml", min_token_cosine=0.9, min_pooled_cosine=0.99
+    ),
 }
 
 
@@ -60,7 +62,7 @@ def export(source: SourceModel, options: OpenvinoOptions) -> None:
             precision = PRECISIONS[name]
             path = output.folder / precision.file
             if name == "int8":
-                _compress(model)
+                _quantize(model)
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
 
             # The .xml file contains the graph, and a .bin file beside it the weights.
@@ -94,7 +96,7 @@ def _trace(graph: Graph) -> "openvino.Model":
     return model
 
 
-def _compress(model: "openvino.Model") -> None:
+def _quantize(model: "openvino.Model") -> None:
     """Quantize the constant matrices of a model to int8, in place.
 
     There is one scale per output channel of a linear layer, and one per token of the embedding.
@@ -118,14 +120,14 @@ def _compress(model: "openvino.Model") -> None:
         ):
             continue
 
-        # The values of a scale are those of a row of the embedding, or of an output of the product,
-        # which is a row of a transposed matrix and else a column.
+        # There is one scale per row of the embedding, and per output of a product. The outputs of a
+        # product are the rows of a transposed matrix, or the columns of another one.
         matrix = constant.data
-        has_columns = op_type == "MatMul" and not node.get_attributes()["transpose_b"]
-        axis = 0 if has_columns else 1
+        outputs_are_columns = op_type == "MatMul" and not node.get_attributes()["transpose_b"]
+        axis = 0 if outputs_are_columns else 1
         scales = np.maximum(np.abs(matrix).max(axis, keepdims=True), 1e-12) / 127
-        steps = ops.constant(np.rint(matrix / scales).astype(np.int8), openvino.Type.i8)
-        values = ops.convert(steps, "f32")
+        integers = ops.constant(np.rint(matrix / scales).astype(np.int8), openvino.Type.i8)
+        values = ops.convert(integers, "f32")
         product = ops.multiply(values, ops.constant(scales.astype(np.float32)))
         node.input(position).replace_source_output(product.output(0))
     model.validate_nodes_and_infer_types()

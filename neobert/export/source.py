@@ -15,7 +15,7 @@ from ..common.errors import UserError, listed, one_line, require
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
 from ..common.model_card import base_model_metadata, license_metadata, read_card
-from ..common.pooling import pooling_mode
+from ..common.sentence_transformers_files import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion.command import convert_checkpoint
 from ..conversion.heads import Head, HeadName, choose_head
@@ -32,7 +32,7 @@ class Pooling:
     """Modules of sentence-transformers that turn hidden states into one embedding per text.
 
     Attributes:
-        mode: Pooling mode, as in `common.pooling`: "mean", "cls", "lasttoken", ...
+        mode: Pooling mode, see `write_pooling`: "mean", "cls", "lasttoken", ...
         include_prompt: Whether the tokens of a prompt are included.
         modules: Modules of sentence-transformers: Pooling, then Dense and Normalize.
         truncate_dim: Number of values of an embedding that are kept, or None for all.
@@ -115,7 +115,7 @@ class SourceModel:
         return self.prompts.get(self.default_prompt_name or "", "")
 
     def client_settings(self) -> list[str]:
-        """Return what clients other than sentence-transformers must do, as sentences."""
+        """Return the settings that only sentence-transformers applies, as instructions to users."""
         settings = []
         if self.default_prompt:
             settings.append(f"Prepend the default prompt {self.default_prompt!r} to each text.")

@@ -176,7 +176,7 @@ def fit_baselines(
     # Rows of several labels have one column per class. A regression has one output.
     classes = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
     features = _TextFeatures(MAX_COEFFICIENTS // (1 if regression else classes)).fit(texts)
-    linear = _linear_model(labels, regression, strength=1.0 if regression else 10.0)
+    linear = _ridge(1.0) if regression else _logistic(10.0, labels)
     linear.fit(features.transform(texts), labels)
     name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
     chunks = [
@@ -208,17 +208,20 @@ def fit_embedding_baseline(
         regression: Whether labels are floats.
     """
     labels = np.asarray(train_labels)
-    # With inputs of unit variance, the same strengths suit every encoder.
+    # With inputs of unit variance, the same candidates suit every encoder.
     scale = train_embeddings.std() or 1.0
     # From strong to weak regularization, so the stronger of two equal ones is selected.
-    strengths = (100.0, 10.0, 1.0, 0.1) if regression else (0.01, 0.1, 1.0, 10.0)
+    if regression:
+        candidates = [_ridge(alpha) for alpha in (100.0, 10.0, 1.0, 0.1)]
+    else:
+        candidates = [_logistic(c, labels) for c in (0.01, 0.1, 1.0, 10.0)]
+
     best_value = -math.inf
-    for strength in strengths:
-        candidate = _linear_model(labels, regression, strength)
+    for candidate in candidates:
         candidate.fit(train_embeddings / scale, labels)
         predictions = candidate.predict(validation_embeddings / scale)
         value = METRICS[metric](np.asarray(validation_labels), predictions)
-        # The strength is selected on the validation rows, as the checkpoint of fine-tuning is.
+        # The regularization is selected on the validation rows, like the checkpoint of fine-tuning.
         if value > best_value:
             best_value = value
             linear = candidate
@@ -226,12 +229,15 @@ def fit_embedding_baseline(
     return Baseline(name, linear.predict(test_embeddings / scale), len(labels))
 
 
-def _linear_model(labels: np.ndarray, regression: bool, strength: float) -> Any:
-    """Return a ridge or logistic regression; `strength` is alpha or C."""
-    if regression:
-        return Ridge(alpha=strength)
+def _ridge(alpha: float) -> Ridge:
+    """Return a ridge regression with the strength `alpha` of the regularization."""
+    return Ridge(alpha=alpha)
+
+
+def _logistic(c: float, labels: np.ndarray) -> Any:
+    """Return a logistic regression with the inverse strength `c` of the regularization."""
     # Labels of shape (N, C) are those of a multi-label task, with one model per class.
-    model = LogisticRegression(C=strength, max_iter=1000)
+    model = LogisticRegression(C=c, max_iter=1000)
     return OneVsRestClassifier(model) if labels.ndim == 2 else model
 
 

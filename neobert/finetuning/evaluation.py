@@ -22,8 +22,8 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tokenized rows of a part.
+class TokenizedSplit:
+    """Tokenized training, validation or test rows.
 
     Attributes:
         examples: Rows.
@@ -45,7 +45,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     scaling: tuple[float, float] | None = None,
-) -> Part:
+) -> TokenizedSplit:
     """Tokenize rows, and count those that are truncated.
 
     Args:
@@ -76,10 +76,10 @@ def tokenize(
         if scaling is not None:
             factor, offset = scaling
             labels = [(label - offset) / factor for label in labels]
-        return Part(examples, dataset.add_column("labels", labels), [], truncated)
+        return TokenizedSplit(examples, dataset.add_column("labels", labels), [], truncated)
 
     # Tags are those of words, labels those of tokens.
-    numbers = {tag: number for number, tag in enumerate(task.labels)}
+    label2id = {tag: index for index, tag in enumerate(task.labels)}
     positions = []
     token_labels = []
     for offsets, words, tags in zip(all_offsets, examples.words, examples.labels):
@@ -88,21 +88,23 @@ def tokenize(
         row = np.full(len(offsets), IGNORED)
         for position, tag in zip(row_positions, tags):
             if position >= 0:
-                row[position] = numbers[tag]
+                row[position] = label2id[tag]
         positions.append(row_positions)
         token_labels.append(row.tolist())
-    return Part(examples, dataset.add_column("labels", token_labels), positions, truncated)
+    return TokenizedSplit(
+        examples, dataset.add_column("labels", token_labels), positions, truncated
+    )
 
 
-def word_logits(part: Part, logits: np.ndarray) -> list[np.ndarray]:
+def word_logits(split: TokenizedSplit, logits: np.ndarray) -> list[np.ndarray]:
     """Return the logits of the words of each row, arrays of shape (W, C); zeros if truncated.
 
     Args:
-        part: Rows with the positions of their words.
+        split: Rows with the positions of their words.
         logits: (N, L, C) logits of the tokens.
     """
     rows = []
-    for row, positions in zip(logits, part.positions):
+    for row, positions in zip(logits, split.positions):
         # The position -1 of a truncated word would select the last token.
         words = row[np.maximum(positions, 0)].astype(np.float32)
         words[positions < 0] = 0
@@ -110,8 +112,8 @@ def word_logits(part: Part, logits: np.ndarray) -> list[np.ndarray]:
     return rows
 
 
-def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
-    """Return the predictions of rows.
+def decode_predictions(task: TextTask, split: TokenizedSplit, logits: np.ndarray) -> Any:
+    """Return the predictions of rows from their logits.
 
     Returns:
         Class numbers (N,), zeros and ones (N, C), values (N,), or a list of tags per row.
@@ -124,7 +126,7 @@ def predictions(task: TextTask, part: Part, logits: np.ndarray) -> Any:
     if task.name == TOKENS:
         return [
             predicted_tags(task.labels, words, positions >= 0)
-            for words, positions in zip(word_logits(part, logits), part.positions)
+            for words, positions in zip(word_logits(split, logits), split.positions)
         ]
     return logits.argmax(axis=-1)
 
@@ -146,21 +148,21 @@ def metric_values(task: TextTask, labels: Sequence, predicted: Any) -> dict[str,
 
 
 def calibration_inputs(
-    task: TextTask, part: Part, logits: np.ndarray
+    task: TextTask, split: TokenizedSplit, logits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return logits (N, C) and labels of the predictions of a classifier, of words for tags."""
     if task.name != TOKENS:
-        return logits, np.asarray(part.examples.labels)
-    numbers = {tag: number for number, tag in enumerate(task.labels)}
+        return logits, np.asarray(split.examples.labels)
+    label2id = {tag: index for index, tag in enumerate(task.labels)}
     rows = []
     labels = []
     for words, positions, tags in zip(
-        word_logits(part, logits), part.positions, part.examples.labels
+        word_logits(split, logits), split.positions, split.examples.labels
     ):
         # Words beyond the maximum length have no logits.
         kept = np.flatnonzero(positions >= 0)
         rows.append(words[kept])
-        labels += [numbers[tags[index]] for index in kept]
+        labels += [label2id[tags[index]] for index in kept]
     return np.concatenate(rows), np.array(labels, dtype=np.int64)
 
 
@@ -217,12 +219,13 @@ def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) 
         values = np.array([float(name) for name in task.labels])
     except ValueError:
         return None
-    if task.name != CLASSIFICATION:
+    # Python reads the label "nan" as a number.
+    if task.name != CLASSIFICATION or not np.isfinite(values).all():
         return None
     return float(np.abs(values[np.asarray(labels)] - values[predicted]).mean())
 
 
-def confusion(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:
+def confusion_matrix(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:
     """Return the numbers of test rows per label (row) and prediction (column), or None."""
     # Only a classification with one label per row has a confusion matrix.
     if task.name in (REGRESSION, MULTI_LABEL, TOKENS):

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForTokenClassification,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
     set_seed,
@@ -42,7 +43,8 @@ from ..common.loading import (
 )
 from ..common.options import identity, log_options
 from ..common.output import Output
-from ..common.pooling import pooling_mode
+from ..common.sentence_transformers_files import pooling_mode
+from ..common.task_file import TASK_FILE, TaskContent
 from ..training.checkpoints import training_time
 from ..training.lora import trainable_parameters
 from ..training.optimization import default_learning_rate
@@ -51,20 +53,20 @@ from ..training.run import run_environment, run_once
 from .calibration import calibrate
 from .comparison import Baselines, Result, compare, measure, metrics_table
 from .evaluation import (
-    Part,
+    TokenizedSplit,
     calibration_inputs,
-    confusion,
+    confusion_matrix,
+    decode_predictions,
     label_table,
     mean_distance,
     metric_values,
-    predictions,
     tokenize,
 )
 from .finetune_card import write_card
 from .finetune_options import FINETUNE, FinetuneOptions
 from .model import encoder_hidden_size, load_classifier
 from .plots import plot_confusion, plot_label_f1, plot_learning_curve, plot_values
-from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TASK_FILE, TOKENS, TextTask
+from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
 from .splits import Splits, read_splits
 from .trainer import (
     FIXED,
@@ -221,7 +223,7 @@ class Finetuning:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    parts: dict[str, Part]
+    parts: dict[str, TokenizedSplit]
     max_length: int
     # Factor and offset of the labels of a regression, which is trained on standardized labels.
     scaling: tuple[float, float] | None = None
@@ -252,12 +254,7 @@ class Finetuning:
         options = self.options
         name = options.model.model
         trust_remote_code = options.model.trust_remote_code
-        self.tokenizer = load_tokenizer(name, trust_remote_code)
-        if self.task.name == TOKENS and not self.tokenizer.is_fast:
-            raise UserError(
-                "token classification requires a tokenizer with character offsets (a "
-                f"tokenizer.json), got one written in Python in {name}."
-            )
+        self.tokenizer = self._load_tokenizer()
 
         # A new head is random, so the seed is set before the model is loaded.
         set_seed(self.training.seed)
@@ -272,19 +269,8 @@ class Finetuning:
         )
         check_vocabulary(self.tokenizer, model, name)
 
-        # Labels are standardized for training. The saved model predicts in their unit again.
-        layer = output_layer(model)
-        if self.task.name == REGRESSION and layer is not None:
-            self.scaling = _label_scaling(self.splits.train.labels)
-            # The head of a regression model predicts labels in their unit. Training must start from
-            # the same predictions in standardized units.
-            new_parameters = [
-                parameter for key, parameter in model.named_parameters() if key in new_head
-            ]
-            is_new = any(parameter is layer.weight for parameter in new_parameters)
-            if not is_new and self._starts_from_regression():
-                factor, offset = self.scaling
-                scale_output(model, 1 / factor, -offset / factor)
+        if self.task.name == REGRESSION:
+            self._standardize_labels(model, new_head)
         # Texts cannot be longer than the positions of the model.
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
@@ -295,24 +281,60 @@ class Finetuning:
             model = add_adapters(model, lora, new_head, task_type)
 
         self._tokenize()
-        # Batches are padded here, and NeoBERT removes the padding again.
-        collator: Any = DataCollatorWithPadding(self.tokenizer)
-        if self.task.name == TOKENS:
-            # The positions of the words count from the first token.
-            self.tokenizer.padding_side = "right"
-            collator = DataCollatorForTokenClassification(self.tokenizer)
-        trainer: FinetuneTrainer = make_trainer(
+        return make_trainer(
             FinetuneTrainer,
             model,
             self.training,
             self.parts["train"].dataset,
             self.parts["validation"].dataset,
-            collator,
+            self._collator(),
             self._metrics,
             options.evaluation.patience,
+            new_head,
         )
-        trainer.new_head = new_head
-        return trainer
+
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of the model.
+
+        Raises:
+            UserError: If the task needs character offsets, and the tokenizer has none.
+        """
+        name = self.options.model.model
+        tokenizer = load_tokenizer(name, self.options.model.trust_remote_code)
+        if self.task.name == TOKENS and not tokenizer.is_fast:
+            raise UserError(
+                "token classification requires a tokenizer with character offsets (a "
+                f"tokenizer.json), got one written in Python in {name}."
+            )
+        return tokenizer
+
+    def _standardize_labels(self, model: PreTrainedModel, new_head: Sequence[str]) -> None:
+        """Set the scaling of the labels for training, if the model has a known output layer.
+
+        The saved model predicts in the unit of the labels again.
+        """
+        layer = output_layer(model)
+        if layer is None:
+            return
+        self.scaling = _label_scaling(self.splits.train.labels)
+
+        # The head of a regression model predicts labels in their unit. Training must start from the
+        # same predictions in standardized units.
+        new_parameters = [
+            parameter for key, parameter in model.named_parameters() if key in new_head
+        ]
+        is_new = any(parameter is layer.weight for parameter in new_parameters)
+        if not is_new and self._starts_from_regression():
+            factor, offset = self.scaling
+            scale_output(model, 1 / factor, -offset / factor)
+
+    def _collator(self) -> Any:
+        """Return the function that pads the rows of a batch. NeoBERT removes the padding again."""
+        if self.task.name != TOKENS:
+            return DataCollatorWithPadding(self.tokenizer)
+        # The positions of the words count from the first token.
+        self.tokenizer.padding_side = "right"
+        return DataCollatorForTokenClassification(self.tokenizer)
 
     def _starts_from_regression(self) -> bool:
         """Return whether the model to start from is a regression model.
@@ -349,7 +371,7 @@ class Finetuning:
         # A regression predicts standardized labels here. Its metrics are correlations, which do not
         # depend on the unit.
         part = self.parts["validation"]
-        predicted = predictions(self.task, part, output_logits(output))
+        predicted = decode_predictions(self.task, part, output_logits(output))
         values = metric_values(self.task, part.examples.labels, predicted)
         return {**values, "score": values[self.metric]}
 
@@ -389,28 +411,17 @@ class Finetuning:
         """Return the result of a run, without its files."""
         task = self.task
         test = self.parts["test"]
-        predicted = predictions(task, test, test_logits)
+        predicted = decode_predictions(task, test, test_logits)
         fine_tuned = measure(
             task, "fine-tuned", test.examples.labels, predicted, len(self.splits.train)
         )
 
-        # The baselines are fitted on the same split.
         baselines: list[Result] = []
         if self.options.evaluation.baselines and trainer.is_world_process_zero():
-            logger.info("Fitting the baselines on the training rows.")
-            fitting = Baselines(task, self.splits, self.options, self.tokenizer, self.max_length)
-            baselines = fitting.results(self.metric)
-
-        # The temperature is fitted on the validation rows, and its error measured on the test
-        # rows.
+            baselines = self._fit_baselines()
         calibration = None
         if task.name != REGRESSION:
-            measured = calibrate(
-                calibration_inputs(task, self.parts["validation"], validation_logits),
-                calibration_inputs(task, test, test_logits),
-                multi_label=task.name == MULTI_LABEL,
-            )
-            calibration = asdict(measured)
+            calibration = self._calibrate(validation_logits, test_logits)
 
         history = trainer.evaluation_history()
         # The weights are those of the best evaluation. Without a best step, those of the last.
@@ -437,7 +448,7 @@ class Finetuning:
             "calibration": calibration,
             "mean_distance": mean_distance(task, test.examples.labels, predicted),
             "label_table": label_table(task, test.examples.labels, predicted),
-            "confusion_matrix": confusion(task, test.examples.labels, predicted),
+            "confusion_matrix": confusion_matrix(task, test.examples.labels, predicted),
             "selected": {"step": selected["step"], "epoch": selected.get("epoch")},
             "history": history,
             "losses": [[entry["epoch"], entry["loss"]] for entry in losses],
@@ -446,6 +457,21 @@ class Finetuning:
             "seconds": training_time(trainer)["seconds"],
             **memory_result(trainer.memory),
         }
+
+    def _fit_baselines(self) -> list[Result]:
+        """Fit the baselines on the training rows, and measure them on the test rows."""
+        logger.info("Fitting the baselines on the training rows.")
+        baselines = Baselines(self.task, self.splits, self.options, self.tokenizer, self.max_length)
+        return baselines.results(self.metric)
+
+    def _calibrate(self, validation_logits: np.ndarray, test_logits: np.ndarray) -> dict[str, Any]:
+        """Fit a temperature on the validation rows, and measure its error on the test rows."""
+        calibration = calibrate(
+            calibration_inputs(self.task, self.parts["validation"], validation_logits),
+            calibration_inputs(self.task, self.parts["test"], test_logits),
+            multi_label=self.task.name == MULTI_LABEL,
+        )
+        return asdict(calibration)
 
     def _plot(self, result: dict[str, Any], test_logits: np.ndarray, folder: Path) -> None:
         plot_learning_curve(
@@ -465,7 +491,7 @@ class Finetuning:
             plot_label_f1(result["label_table"], folder / "label_f1.png")
 
 
-def task_record(task: TextTask, max_length: int, temperature: float) -> dict[str, Any]:
+def task_record(task: TextTask, max_length: int, temperature: float) -> TaskContent:
     """Return the content of task.json, which `neobert predict` reads."""
     return {
         "task": task.name,

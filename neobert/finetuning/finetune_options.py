@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from ..common.constants import TRUST_REMOTE_CODE_HELP
 from ..common.errors import UserError
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.options import OptionGroup, OptionParser, option
@@ -33,11 +34,7 @@ class ModelOptions(OptionGroup):
     head_dropout: Annotated[float, Meta(ge=0, lt=1)] = option(
         0.1, "Dropout probability of the head."
     )
-    trust_remote_code: bool = option(
-        False,
-        "Run the Python code of the model's repository. NeoBERT does not need it.",
-        affects_results=False,
-    )
+    trust_remote_code: bool = option(False, TRUST_REMOTE_CODE_HELP, affects_results=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from ..training.lora import trainable_parameters
 from ..training.options import check_trainer_options, training_arguments
 from ..training.run import run_once
 from .baselines import BaselineResult
-from .data import evaluation_metrics, prepare, score_and_error
+from .glue_data import evaluation_metrics, prepare, score_and_error
+from .glue_options import GlueRun, Hyperparameters
+from .glue_tasks import GlueRows, Task, predicted_labels
 from .model import load_classifier
-from .options import GlueRun, Hyperparameters
-from .tasks import Splits, Task, predicted_labels
 from .trainer import (
     FIXED,
     FinetuneTrainer,
@@ -63,22 +63,29 @@ def check_sizes(task: Task, combinations: list[Hyperparameters], trainer: dict[s
             )
 
 
-class GlueTrainer(FinetuneTrainer):
-    """Trainer of a GLUE run.
+@dataclass(frozen=True)
+class GlueJob:
+    """What the result of a GLUE run needs beside its trainer.
 
     Attributes:
         run: Definition of the run.
-        slices: Slice of every part of the evaluation rows.
         train_rows: Training rows.
         evaluation_rows: Held-out rows and dev splits.
+        slices: Slice of every part of the evaluation rows.
         planned_steps: Number of steps without early stopping.
     """
 
     run: GlueRun
-    slices: dict[str, slice]
     train_rows: Dataset
     evaluation_rows: Dataset
+    slices: dict[str, slice]
     planned_steps: int
+
+
+class GlueTrainer(FinetuneTrainer):
+    """Trainer of a GLUE run."""
+
+    job: GlueJob
 
 
 def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingArguments, int]:
@@ -126,7 +133,7 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
 def fine_tune(
     run: GlueRun,
     model: str,
-    splits: Splits,
+    splits: GlueRows,
     tokenizer: PreTrainedTokenizerBase,
     best_score: float,
     baselines: Callable[[], list[BaselineResult]],
@@ -181,7 +188,7 @@ def fine_tune(
 def build_trainer(
     run: GlueRun,
     model_name: str,
-    splits: Splits,
+    splits: GlueRows,
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Path,
 ) -> GlueTrainer:
@@ -222,7 +229,7 @@ def build_trainer(
             run.task, output_logits(output), np.asarray(output.label_ids), slices
         )
 
-    trainer: GlueTrainer = make_trainer(
+    trainer = make_trainer(
         GlueTrainer,
         model,
         args,
@@ -231,13 +238,15 @@ def build_trainer(
         DataCollatorWithPadding(tokenizer),
         compute_metrics,
         options.selection.patience,
+        new_head,
     )
-    trainer.run = run
-    trainer.slices = slices
-    trainer.train_rows = train
-    trainer.evaluation_rows = evaluation
-    trainer.new_head = new_head
-    trainer.planned_steps = steps
+    trainer.job = GlueJob(
+        run=run,
+        train_rows=train,
+        evaluation_rows=evaluation,
+        slices=slices,
+        planned_steps=steps,
+    )
     return trainer
 
 
@@ -246,7 +255,8 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
 
     All processes must call this function, because they share the prediction of the dev rows.
     """
-    run = trainer.run
+    job = trainer.job
+    run = job.run
     task = run.task
     standard_error, classes = _dev_statistics(trainer)
 
@@ -257,7 +267,7 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
     # With LoRA, few of the parameters are trained.
     model: Any = trainer.model
     trained, total = trainable_parameters(model)
-    rows = {name: part.stop - part.start for name, part in trainer.slices.items()}
+    rows = {name: part.stop - part.start for name, part in job.slices.items()}
     # MNLI has metrics of both dev splits besides their means.
     prefixes = ("dev_", *(f"{split}_" for split in task.validation))
     return {
@@ -274,16 +284,16 @@ def summarize(trainer: GlueTrainer) -> dict[str, Any]:
         "predicted_classes": classes,
         "metrics": {name: value for name, value in best.items() if name.startswith(prefixes)},
         "selected": {
-            "by": "held-out training rows" if "heldout" in trainer.slices else "dev",
+            "by": "held-out training rows" if "heldout" in job.slices else "dev",
             "score": best["score"],
             "step": best["step"],
         },
         "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
         "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-        "rows": {"train": len(trainer.train_rows), **rows},
+        "rows": {"train": len(job.train_rows), **rows},
         "evaluation_interval": trainer.args.eval_steps,
-        "planned_steps": trainer.planned_steps,
-        "stopped_early": trainer.state.global_step < trainer.planned_steps,
+        "planned_steps": job.planned_steps,
+        "stopped_early": trainer.state.global_step < job.planned_steps,
         "evaluations": history,
         "parameters": {"trained": trained, "all": total},
         **memory_result(trainer.memory),
@@ -297,9 +307,9 @@ def _dev_statistics(trainer: GlueTrainer) -> tuple[float, int | None]:
         Standard error of the dev score, and the number of distinct classes among the predictions,
         None for regression.
     """
-    task = trainer.run.task
-    slices = trainer.slices
-    logits, labels = trainer.predict_logits(trainer.evaluation_rows)
+    task = trainer.job.run.task
+    slices = trainer.job.slices
+    logits, labels = trainer.predict_logits(trainer.job.evaluation_rows)
     predictions = predicted_labels(task, logits)
 
     # The evaluation rows also contain the held-out rows, which do not count here.

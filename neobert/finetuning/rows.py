@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common import data
 from ..common.errors import UserError, listed, shortened
@@ -26,9 +26,6 @@ from .tagging import (
 
 
 logger = logging.getLogger("neobert.finetuning")
-
-# File of a fine-tuned model that describes its task.
-TASK_FILE = "task.json"
 
 CLASSIFICATION = "classification"
 MULTI_LABEL = "multi-label"
@@ -212,7 +209,7 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
     texts = []
     labels = []
     omitted = 0
-    names = _class_names(source, label_columns)
+    names = _parquet_class_names(source, label_columns)
     for row in data.rows(source, [*text_columns, *label_columns]):
         row_texts = tuple(row[name] for name in text_columns)
         values = [parsed_list(row[name]) for name in label_columns]
@@ -267,10 +264,13 @@ def encode_rows(
     if task.name == TOKENS:
         return _encode_tags(task, parts, known_labels)
 
+    if task.name == MULTI_LABEL and len(task.label_columns) == 1:
+        _check_no_flags(parts[0])
+
     # A value is a float, a class name, or a list of class names.
     texts = [_texts(part) for part in parts]
     values = [
-        [_label(task, part, number, value) for number, value in enumerate(part.labels)]
+        [_parse_label(task, part, number, value) for number, value in enumerate(part.labels)]
         for part in parts
     ]
     if task.name == REGRESSION:
@@ -286,7 +286,7 @@ def encode_rows(
     names = parts[0].names or (task.label_columns if len(task.label_columns) > 1 else ())
     if not set(used) <= set(names):
         names = ()
-    class_names = {name: name for name in used} if names else _class_names_of(used)
+    class_names = {name: name for name in used} if names else _merge_equal_numbers(used)
     ordered = tuple(names) or _ordered(set(class_names.values()))
     labels = tuple(_with_known_order(ordered, known_labels))
     if not labels:
@@ -305,7 +305,7 @@ def encode_rows(
 
     # The loss of a multi-label task takes floats of shape (N, C).
     task = replace(task, labels=labels)
-    numbers = {label: number for number, label in enumerate(labels)}
+    label2id = {label: index for index, label in enumerate(labels)}
     encoded = []
     for rows, row_labels in zip(texts, values):
         if task.name == MULTI_LABEL:
@@ -315,7 +315,7 @@ def encode_rows(
                 # Constants are shared, so a value takes 8 bytes instead of 32.
                 coded.append([1.0 if name in row_names else 0.0 for name in labels])
         else:
-            coded = [numbers[class_names[label]] for label in row_labels]
+            coded = [label2id[class_names[label]] for label in row_labels]
         encoded.append(Examples(rows, coded, []))
     return task, encoded
 
@@ -374,15 +374,15 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _name(value: Any) -> str:
-    """Return the name of a class. The number 1.0 of a column of floats has the name "1"."""
+def _class_name_of_value(value: Any) -> str:
+    """Return the class name of a value. The number 1.0 of a column of floats has the name "1"."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value)
+    return data.replace_surrogates(str(value))
 
 
-def _class_names_of(labels: Collection[str]) -> dict[str, str]:
-    """Return the class name of each label. If all labels are numbers, 1.0 and 1 are one class.
+def _merge_equal_numbers(labels: Collection[str]) -> dict[str, str]:
+    """Map each label to its class name. If all labels are numbers, 1.0 and 1 are one class.
 
     pandas writes 1 as 1.0 if a value of the column is missing. Other numbers keep their text, so
     250.1 and 250.10 are two classes.
@@ -405,7 +405,7 @@ def _ordered(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(distinct)
 
 
-def _class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
+def _parquet_class_names(source: str, label_columns: Sequence[str]) -> tuple[str, ...]:
     """Return the class names that `datasets` stores in a parquet file."""
     file = data.files(source)[0]
     if file.format != ".parquet" or len(label_columns) > 1:
@@ -520,7 +520,7 @@ def _row_error(part: RawRows, number: int, rule: str, value: Any, remedy: str = 
     return UserError(f"{part.source}, labeled row {number + 1:,}: {rule}, got {shown}.{remedy}")
 
 
-def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
+def _parse_label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
     """Return a float, a class name, or a list of class names."""
     if task.name == REGRESSION:
         label = _number(value)
@@ -533,8 +533,8 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
         if isinstance(item, (list, dict)):
             raise _row_error(part, number, "a label must be a word or a number", value)
         if part.names and isinstance(item, int):
-            return _class_name(part, number, item)
-        return _name(item)
+            return _class_name_of_id(part, number, item)
+        return _class_name_of_value(item)
 
     if task.name == CLASSIFICATION:
         return name(value)
@@ -548,11 +548,32 @@ def _label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
         if _is_unparsed_list(value):
             raise _list_error(part, number, value)
         raise _row_error(part, number, "several labels must be a list", value)
-    return [name(item) for item in value]
+    # A list of a parquet file may contain null values.
+    return [name(item) for item in value if not _is_missing(item)]
 
 
-def _class_name(part: RawRows, number: int, item: int) -> str:
-    """Return the name of a label number of a parquet file."""
+def _check_no_flags(part: RawRows) -> None:
+    """Raise UserError if every list has one 0 or 1 per label, instead of the names of labels.
+
+    The classes would be "0" and "1", and almost all rows would have both.
+    """
+    if part.names or not all(isinstance(value, list) for value in part.labels):
+        return
+    lengths = {len(value) for value in part.labels}
+    has_flags = all(item in (0, 1) for value in part.labels for item in value)
+    if len(lengths) == 1 and min(lengths) > 1 and has_flags:
+        raise _row_error(
+            part,
+            0,
+            "a list must contain the names of the row's labels, not a 0 or 1 per label",
+            part.labels[0],
+            " Write the names, or a column of 0 and 1 per label, and pass the columns as "
+            "--label-column.",
+        )
+
+
+def _class_name_of_id(part: RawRows, number: int, item: int) -> str:
+    """Return the class name of a class id in a parquet file."""
     if not 0 <= item < len(part.names):
         rule = f"a label must be from 0 to {len(part.names) - 1}, because the file names its labels"
         raise _row_error(part, number, rule, item)
@@ -572,19 +593,19 @@ def _encode_tags(
             isinstance(parsed_list(text), str) and not _has_spans(value)
             for (text,), value in zip(part.texts, part.labels)
         )
-        rows = [_tagged(part, number) for number in range(len(part.texts))]
+        rows = [_tag_words(part, number) for number in range(len(part.texts))]
         encoded.append(
             Examples(
-                texts=[(text,) for text, _, _, _ in rows],
-                labels=[tags for _, tags, _, _ in rows],
-                words=[words for _, _, words, _ in rows],
+                texts=[(row.text,) for row in rows],
+                labels=[row.tags for row in rows],
+                words=[row.words for row in rows],
             )
         )
-        if lost := sum(count for *_, count in rows):
+        if num_lost_spans := sum(row.num_lost_spans for row in rows):
             logger.warning(
                 "%s: %s spans are left out, because they overlap another span or contain no word.",
                 part.source,
-                f"{lost:,}",
+                f"{num_lost_spans:,}",
             )
 
     # Tags with B- and I- are entities. Others, such as parts of speech, are tags of single words.
@@ -613,8 +634,24 @@ def _with_known_order(
     return sorted(known_labels, key=lambda label: known_labels[label])
 
 
-def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
-    """Return the text, the tags, the bounds of the words, and the number of lost spans of a row."""
+class _TaggedText(NamedTuple):
+    """Text of a row with one tag per word.
+
+    Attributes:
+        text: Text.
+        tags: Tags of the words.
+        words: Bounds of the words.
+        num_lost_spans: Number of spans that overlap another span or contain no word.
+    """
+
+    text: str
+    tags: list[str]
+    words: Bounds
+    num_lost_spans: int
+
+
+def _tag_words(part: RawRows, number: int) -> _TaggedText:
+    """Return the text of a row with one tag per word. The row has spans, or words and tags."""
     (text,) = part.texts[number]
     value = part.labels[number]
     # An empty list is a text without a span.
@@ -625,7 +662,7 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         text = data.replace_surrogates(text)
         words = split_words(text)
         tags, lost = tags_from_spans(value, words)
-        return text, tags, words, lost
+        return _TaggedText(text, [*map(_class_name_of_value, tags)], words, lost)
 
     # A csv file has tokens and tags as lists, or as texts separated by spaces. A text that is
     # separated by spaces may have brackets.
@@ -639,11 +676,14 @@ def _tagged(part: RawRows, number: int) -> tuple[str, list[str], Bounds, int]:
         rule = "tokens and tags must be lists of the same length, or spans of a text"
         raise _row_error(part, number, rule, value)
     if part.names:
-        tags = [_class_name(part, number, tag) if isinstance(tag, int) else tag for tag in tags]
+        tags = [
+            _class_name_of_id(part, number, tag) if isinstance(tag, int) else tag for tag in tags
+        ]
     if not all(isinstance(item, str) for item in (*tokens, *tags)):
         raise _row_error(part, number, "tokens and tags must be strings", value)
     joined, words = join_words(tokens)
-    return data.replace_surrogates(joined), list(tags), words, 0
+    text = data.replace_surrogates(joined)
+    return _TaggedText(text, [*map(_class_name_of_value, tags)], words, num_lost_spans=0)
 
 
 def _has_spans(values: Any) -> bool:

@@ -14,7 +14,6 @@ from .rows import (
     MULTI_LABEL,
     REGRESSION,
     Examples,
-    RawRows,
     TextTask,
     encode_rows,
     find_columns,
@@ -59,26 +58,24 @@ def read_splits(
         UserError: If the rows cannot be read, or there are too few.
     """
     columns = find_columns(options.train, options.text_column, options.label_column)
-    files = [options.train, options.validation_file, options.test_file]
-    raw = [read_rows(source, *columns) if source else None for source in files]
-    for part in raw:
-        if part is not None and part.omitted:
+    own_files = {"validation": options.validation_file, "test": options.test_file}
+    sources = {"train": options.train, **own_files}
+    raw = {name: read_rows(source, *columns) for name, source in sources.items() if source}
+    for part in raw.values():
+        if part.omitted:
             logger.info(
                 "%s: %s rows without a text or a label are left out.",
                 part.source,
                 f"{part.omitted:,}",
             )
 
-    train_rows = raw[0]
-    assert train_rows is not None
     # The training rows decide the task, because the other files are optional.
-    task = infer_task(train_rows, *columns, options.task)
-    present: list[RawRows] = [part for part in raw if part is not None]
-    task, encoded = encode_rows(task, present, known_labels)
-    # Parts without a file are None, and have no encoded rows.
-    remaining = iter(encoded)
-    train, validation, test = (next(remaining) if part is not None else None for part in raw)
-    assert train is not None
+    task = infer_task(raw["train"], *columns, options.task)
+    task, examples = encode_rows(task, [*raw.values()], known_labels)
+    encoded = dict(zip(raw, examples))
+    train = encoded["train"]
+    validation = encoded.get("validation")
+    test = encoded.get("test")
 
     # A part with a file of its own takes no training rows.
     fractions = [
@@ -91,7 +88,6 @@ def read_splits(
         validation=validation or train.select(validation_rows),
         test=test or train.select(test_rows),
     )
-    own_files = {"validation": options.validation_file, "test": options.test_file}
     for name, count in splits.sizes().items():
         if count >= 2:
             continue
@@ -101,6 +97,8 @@ def read_splits(
             remedy = "Add rows, or lower --validation-percent or --test-percent."
         else:
             remedy = f"Add rows, or raise --{name}-percent."
+            if task.name == CLASSIFICATION:
+                remedy += " Labels of fewer than 3 texts stay in the training rows."
         raise UserError(f"the {name} part must have at least 2 rows, got {count}. {remedy}")
     _report(task, splits)
     return task, splits

@@ -14,7 +14,10 @@ def tokenize_rows(
     max_length: int,
     with_offsets: bool = False,
 ) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Tokenize rows in groups, because a tokenizer needs about 200 bytes per token.
+    """Tokenize rows in groups of a limited size.
+
+    The encodings of a tokenizer take about 200 bytes per token, so those of all rows at once may
+    not fit into the memory.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -121,6 +121,9 @@ class FinetuneTrainer(RunTrainer, Trainer):
         return history
 
 
+TrainerT = TypeVar("TrainerT", bound=FinetuneTrainer)
+
+
 class _EvaluateAtTheEnd(TrainerCallback):
     """Callback that evaluates the final weights, whatever the interval."""
 
@@ -136,7 +139,7 @@ class _EvaluateAtTheEnd(TrainerCallback):
 
 
 def make_trainer(
-    trainer_class: type[FinetuneTrainer],
+    trainer_class: type[TrainerT],
     model: PreTrainedModel,
     args: TrainingArguments,
     train_rows: Dataset,
@@ -144,7 +147,8 @@ def make_trainer(
     data_collator: Callable[[list[Any]], dict[str, Any]],
     compute_metrics: Callable[[EvalPrediction], dict[str, float]],
     patience: int | None,
-) -> Any:
+    new_head: list[str],
+) -> TrainerT:
     """Return the trainer of a run.
 
     Args:
@@ -157,6 +161,7 @@ def make_trainer(
         compute_metrics: Function of an evaluation that returns its metrics and "score", which
             selects the weights.
         patience: Number of evaluations without progress after which the run stops, or None.
+        new_head: Names of the head's parameters that the checkpoint lacks.
     """
     # Trainer evaluates at multiples of `eval_steps`; the last step may not be one.
     callbacks: list[TrainerCallback] = []
@@ -164,7 +169,7 @@ def make_trainer(
         callbacks.append(EarlyStoppingCallback(patience))
     if args.eval_strategy == "steps":
         callbacks.append(_EvaluateAtTheEnd())
-    return trainer_class(
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=train_rows,
@@ -173,6 +178,8 @@ def make_trainer(
         compute_metrics=compute_metrics,
         callbacks=[*callbacks, RunReport()],
     )
+    trainer.new_head = new_head
+    return trainer
 
 
 def add_adapters(

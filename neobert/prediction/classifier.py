@@ -17,20 +17,20 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from ..common.constants import CPU_TOKENS, CUDA_TOKENS
 from ..common.data import replace_surrogates
 from ..common.errors import UserError, one_line
-from ..common.files import read_json
 from ..common.loading import (
     check_model,
     check_regression_dtype,
+    check_trained_head,
     choose_device,
+    default_batch_tokens,
     load_tokenizer,
-    model_file,
     text_limit,
 )
 from ..common.packing import pack
-from ..embeddings.cpu_forward import CpuClassifier, run_if_known
+from ..common.task_file import read_task_file
+from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.packed_encoder import token_batches
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
@@ -39,7 +39,6 @@ from ..finetuning.rows import (
     CLASSIFICATION,
     MULTI_LABEL,
     REGRESSION,
-    TASK_FILE,
     TOKENS,
     TextTask,
 )
@@ -89,9 +88,8 @@ class TaskRecord:
         Raises:
             UserError: If the model is not a classifier or cannot be loaded.
         """
-        path = model_file(model, TASK_FILE)
-        if path is not None:
-            record = read_json(path)
+        record = read_task_file(model)
+        if record is not None:
             # Labels of the input are not read, so their columns do not matter.
             task = TextTask(
                 name=record["task"],
@@ -198,8 +196,7 @@ class PackedClassifier:
         self.task = record.task
         self.temperature = record.temperature
         self.device = choose_device(options.inference.device)
-        default_tokens = CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
-        self.batch_tokens = options.inference.batch_tokens or default_tokens
+        self.batch_tokens = options.inference.batch_tokens or default_batch_tokens(self.device)
         self.tokenizer = load_tokenizer(name, trust_remote_code)
         self.model = self._load(name, options.inference.dtype, trust_remote_code)
 
@@ -252,12 +249,7 @@ class PackedClassifier:
         # The single output of a reranker is a score without a unit, and may be rounded.
         if model.config.problem_type == "regression":
             check_regression_dtype(dtype)
-        # transformers initializes missing weights randomly, and only warns about them.
-        if info["missing_keys"]:
-            raise UserError(
-                f"{name} must have a trained head, got a model without "
-                f"{sorted(info['missing_keys'])[0]}. Train it with neobert finetune."
-            )
+        check_trained_head(info, name, "classification head", "Train it with neobert finetune.")
 
         # Weights are quantized after they have been loaded in float32.
         model = model.to(self.device).eval()
@@ -396,7 +388,7 @@ class PackedClassifier:
     def _packed(self, ids: list[np.ndarray]) -> list[np.ndarray]:
         """Return the logits of one packed batch."""
         # The fast pass of the CPU takes precedence over the forward of the model.
-        fast_logits = run_if_known(self._forward, ids)
+        fast_logits = try_fast_forward(self._forward, ids)
         if fast_logits is not None:
             return list(fast_logits.float().numpy())
 

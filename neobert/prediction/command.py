@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,9 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
 
     # Another process with the same output is refused while this one is running.
     with run.work_folder.claim():
-        summary = run.write_parts(progress_bar)
-        run.join(summary)
+        writer = run.prepare()
+        parts, summary = run.write_parts(writer, progress_bar)
+        run.join(writer.table, parts, summary)
     shutil.rmtree(run.work, ignore_errors=True)
     return summary
 
@@ -130,7 +131,6 @@ class Prediction:
     Attributes:
         work_folder: Directory of the parts, which records what identifies the run: the options, the
             digest of the model, and the input files.
-        has_word_lists: Whether the texts are lists of words; set by `write_parts`.
         work: Path of this directory.
         record_path: Path of the file that describes the run.
     """
@@ -199,8 +199,12 @@ class Prediction:
             )
         return True
 
-    def write_parts(self, progress_bar: bool) -> Summary:
-        """Write the missing parts, and return the summary of all parts."""
+    def prepare(self) -> "PartWriter":
+        """Read the task of the model, check the columns of the input, and return the writer.
+
+        Raises:
+            UserError: If the input or an option does not suit the model.
+        """
         record = TaskRecord.load(self.options.model.model, self.options.model.trust_remote_code)
         columns, text_columns = self._columns(record)
         # The options may name other text columns than those of the training.
@@ -214,26 +218,34 @@ class Prediction:
                 f"{record.task.name}. Omit `--probabilities`."
             )
 
-        self.has_word_lists = record.task.name == TOKENS and self._has_word_lists(text_columns[0])
-        is_split = record.task.has_spaces or self.has_word_lists
+        has_word_lists = record.task.name == TOKENS and self._has_word_lists(text_columns[0])
+        is_split = record.task.has_spaces or has_word_lists
         predictions = output_columns(record.task, all_probabilities, is_split)
-        self.table = Table.for_files(self.files, self.format, columns, predictions)
+        return PartWriter(
+            record=record,
+            table=Table.for_files(self.files, self.format, columns, predictions),
+            format=self.format,
+            has_word_lists=has_word_lists,
+            all_probabilities=all_probabilities,
+        )
 
+    def write_parts(self, writer: "PartWriter", progress_bar: bool) -> tuple[list[Path], Summary]:
+        """Write the missing parts, and return the files and the summary of all parts."""
         # A run with nothing left to do does not load the model.
         classifier: PackedClassifier | None = None
         total = Summary()
         start = time.perf_counter()
         new_tokens = 0
-        self.parts: list[Path] = []
+        parts: list[Path] = []
         with tqdm(unit="row", disable=not progress_bar) as bar:
             for number, file, rows in self._read_parts():
                 path = self.work / f"{number:06d}{self.format}"
-                self.parts.append(path)
+                parts.append(path)
                 # A finished part has no rows here, but a summary in its .json file.
                 if rows is not None:
                     if classifier is None:
-                        classifier = PackedClassifier(self.options, record)
-                    part = self._write_part(classifier, path, file, rows)
+                        classifier = PackedClassifier(self.options, writer.record)
+                    part = writer.write(classifier, path, file, rows)
                     new_tokens += part.tokens
                 else:
                     part = Summary.from_json(read_json(path.with_suffix(".json")))
@@ -244,7 +256,7 @@ class Prediction:
         if new_tokens:
             seconds = time.perf_counter() - start
             logger.info("%s tokens/s", f"{new_tokens / seconds:,.0f}")
-        return total
+        return parts, total
 
     def _columns(self, record: TaskRecord) -> tuple[list[str], tuple[str, ...]]:
         """Return the columns of the input, and those of them that contain the texts.
@@ -252,7 +264,7 @@ class Prediction:
         Raises:
             UserError: If the input has no rows or no text columns of the model.
         """
-        # All files must have the columns of the first one that has rows.
+        # The columns are those of the first file that has rows.
         first = next((file for file in self.files if not data.is_empty(file)), None)
         if first is None:
             raise UserError(f"{self.options.data.input} must contain at least one row, got none.")
@@ -308,7 +320,7 @@ class Prediction:
                 return not path.is_file()
 
             # Rows of finished parts are counted, but not decoded.
-            numbered = data.numbered_rows(file, wanted=is_wanted)
+            numbered = data.numbered_rows(file, is_wanted=is_wanted)
             for _, group in itertools.groupby(numbered, lambda item: item[0] // size):
                 rows = list(group)
                 # A row group of a parquet file may contain rows of a finished part.
@@ -316,7 +328,38 @@ class Prediction:
                 yield number, file, rows if has_rows else None
                 number += 1
 
-    def _write_part(
+    def join(self, table: Table, parts: Sequence[Path], summary: Summary) -> None:
+        """Write the record and then the output, which is complete when it exists."""
+        content = {
+            "neobert": COMMAND,
+            "settings": self.work_folder.settings,
+            "summary": dataclasses.asdict(summary),
+            "environment": environment(dtype=self.options.inference.dtype),
+        }
+        write_record(self.record_path, content)
+        with new_file(self.output) as file:
+            table.join(parts, file)
+
+
+@dataclass(frozen=True)
+class PartWriter:
+    """Predicts the rows of a part, and stores the part in a file.
+
+    Attributes:
+        record: Task of the model.
+        table: Columns and format of the output.
+        format: Suffix of the output file, such as ".jsonl".
+        has_word_lists: Whether the texts are lists of words.
+        all_probabilities: Whether to store the probabilities of all labels.
+    """
+
+    record: TaskRecord
+    table: Table
+    format: str
+    has_word_lists: bool
+    all_probabilities: bool
+
+    def write(
         self,
         classifier: PackedClassifier,
         path: Path,
@@ -324,43 +367,19 @@ class Prediction:
         rows: Sequence[tuple[int, Any]],
     ) -> Summary:
         """Predict the rows of a part and store them; the .json file with the summary is last."""
-        columns = self.table.input_columns
-        known_columns = set(columns)
+        known_columns = set(self.table.input_columns)
         texts = []
         # Index in the part of each row that has a text.
         indices = []
         for index, (number, row) in enumerate(rows):
-            missing = [name for name in columns if name not in row]
-            if missing:
-                raise UserError(
-                    f"{file.url}, row {number + 1:,}: there is no column {missing[0]!r}."
-                )
-            # The columns of the output are those of the first row. In .jsonl, each row has its own.
-            added = [name for name in row if name not in known_columns]
-            conflicts = [name for name in added if name in self.table.prediction_columns]
-            if conflicts:
-                raise UserError(
-                    f"{file.url}, row {number + 1:,}: the column {conflicts[0]!r} has the name of "
-                    "a prediction. Rename the column."
-                )
-            if added and self.format != ".jsonl":
-                raise UserError(
-                    f"{file.url}, row {number + 1:,}: the first row has no column {added[0]!r}, so "
-                    "the output would lack it. Add the column to the first row, or write to .jsonl."
-                )
+            position = f"{file.url}, row {number + 1:,}"
+            self._check_columns(position, row, known_columns)
+            row_texts = self._texts(position, row)
+            if row_texts is not None:
+                indices.append(index)
+                texts.append(row_texts[0] if len(row_texts) == 1 else row_texts)
 
-            # A pair with only one text has no prediction either.
-            values = [row[name] for name in classifier.task.text_columns]
-            if self.has_word_lists:
-                values = [parsed_list(value) for value in values]
-            if any(_is_missing(value) for value in values):
-                continue
-            for value in values:
-                self._check_text(file, number, value)
-            indices.append(index)
-            texts.append(values[0] if len(values) == 1 else tuple(values))
-
-        results, truncation, tokens = classifier.predict(texts, self.options.data.probabilities)
+        results, truncation, tokens = classifier.predict(texts, self.all_probabilities)
 
         # Rows without a text stay in the output, with empty predictions.
         predictions: list[dict[str, Any]] = [
@@ -377,7 +396,62 @@ class Prediction:
         write_json(path.with_suffix(".json"), dataclasses.asdict(summary))
         return summary
 
-    def _check_text(self, file: data.File, number: int, value: Any) -> None:
+    def _check_columns(
+        self, position: str, row: Mapping[str, Any], known_columns: Collection[str]
+    ) -> None:
+        """Check that the columns of a row are those of the output.
+
+        Args:
+            position: File and number of the row, for messages.
+            row: Row of the input.
+            known_columns: Columns of the first row of the input.
+
+        Raises:
+            UserError: If the row lacks a column, or has one that the output cannot contain.
+        """
+        # In .jsonl, each row has its own columns.
+        text_columns = self.record.task.text_columns
+        needed: Sequence[str] = text_columns
+        if self.format != ".jsonl":
+            needed = (*text_columns, *self.table.input_columns)
+        missing = [name for name in needed if name not in row]
+        if missing:
+            remedy = " Add the column to the row, or write to .jsonl."
+            if missing[0] in text_columns:
+                remedy = ""
+            raise UserError(f"{position}: there is no column {missing[0]!r}.{remedy}")
+
+        # The columns of other outputs are those of the first row.
+        added = [name for name in row if name not in known_columns]
+        conflicts = [name for name in added if name in self.table.prediction_columns]
+        if conflicts:
+            raise UserError(
+                f"{position}: the column {conflicts[0]!r} has the name of a prediction. Rename the "
+                "column."
+            )
+        if added and self.format != ".jsonl":
+            raise UserError(
+                f"{position}: the first row has no column {added[0]!r}, so the output would lack "
+                "it. Add the column to the first row, or write to .jsonl."
+            )
+
+    def _texts(self, position: str, row: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return the texts of a row, or None if one of them is missing.
+
+        Raises:
+            UserError: If a value is not a text.
+        """
+        values = [row[name] for name in self.record.task.text_columns]
+        if self.has_word_lists:
+            values = [parsed_list(value) for value in values]
+        # A pair with only one text has no prediction either.
+        if any(_is_missing(value) for value in values):
+            return None
+        for value in values:
+            self._check_text(position, value)
+        return tuple(values)
+
+    def _check_text(self, position: str, value: Any) -> None:
         """Raise UserError unless a value is a text, or a list of words for a token classifier."""
         if isinstance(value, str):
             return
@@ -386,21 +460,7 @@ class Prediction:
         # words would have tags without a column.
         if _is_word_list(value) and "predicted_tags" in self.table.prediction_columns:
             return
-        raise UserError(
-            f"{file.url}, row {number + 1:,}: the text must be a string, got {value!r:.60}."
-        )
-
-    def join(self, summary: Summary) -> None:
-        """Write the record and then the output, which is complete when it exists."""
-        content = {
-            "neobert": COMMAND,
-            "settings": self.work_folder.settings,
-            "summary": dataclasses.asdict(summary),
-            "environment": environment(dtype=self.options.inference.dtype),
-        }
-        write_record(self.record_path, content)
-        with new_file(self.output) as file:
-            self.table.join(self.parts, file)
+        raise UserError(f"{position}: the text must be a string, got {value!r:.60}.")
 
 
 def _is_missing(value: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from ..common.constants import DEVICE_HELP, TRUST_REMOTE_CODE_HELP
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.options import BATCH_TOKENS_HELP
@@ -53,11 +54,7 @@ class ModelOptions(OptionGroup):
         metavar="NAME",
         affects_results=False,
     )
-    trust_remote_code: bool = option(
-        False,
-        "Run the Python code of the model's repository. NeoBERT does not need it.",
-        affects_results=False,
-    )
+    trust_remote_code: bool = option(False, TRUST_REMOTE_CODE_HELP, affects_results=False)
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,7 @@ class InferenceOptions(OptionGroup):
     dtype: Literal["float32", "bfloat16", "int8"] = option(
         "float32", "Precision of the model. int8 is for NeoBERT on a CPU."
     )
-    device: str | None = option(
-        None, "Device: cpu, cuda, cuda:1, ...", metavar="NAME", affects_results=False
-    )
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME", affects_results=False)
     batch_tokens: Annotated[int, Meta(ge=1)] | None = option(
         None, BATCH_TOKENS_HELP, affects_results=False
     )

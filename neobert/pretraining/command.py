@@ -107,7 +107,8 @@ def evaluate(run: PretrainingRun) -> dict[str, float]:
         Validation metrics, {`metric_name`: value}. If the vocabulary is replaced, those of the
         initial model with its own tokenizer are called `start_...`.
     """
-    with _locked_start(run):
+    # DeepSpeed prints messages when it is imported, but stdout is for the metrics.
+    with _locked_start(run), contextlib.redirect_stdout(sys.stderr):
         setup = Setup.from_run(run)
         trainer = setup.make_trainer(train_dataset=None)
         setup.model.to(trainer.args.device)  # type: ignore[arg-type]

@@ -11,9 +11,15 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.identity import model_fingerprint, tokenizer_fingerprint
-from ..common.loading import check_exists, check_model_fields, load_tokenizer, vocabulary_size
+from ..common.loading import (
+    check_exists,
+    check_model_fields,
+    check_trained_head,
+    load_tokenizer,
+    vocabulary_size,
+)
 from ..configuration_neobert import ALIASES, NeoBERTConfig
-from ..conversion.start import write_start
+from ..conversion.initial_model import write_initial_model
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .sources import content_hash
 from .vocabulary_transfer import RowSources, replace_vocabulary
@@ -89,7 +95,7 @@ def weights_folder(init_from: str, output: str | Path, is_first: bool) -> str:
     if is_first:
         # An interrupted run leaves the directory behind.
         shutil.rmtree(start, ignore_errors=True)
-        write_start(init_from, start)
+        write_initial_model(init_from, start)
     return str(start)
 
 
@@ -245,14 +251,9 @@ def _load_model(
         ) from error
     model, info = loaded
 
-    # transformers initializes missing weights randomly and logs a warning. The decoder is missing
-    # in a checkpoint of the encoder alone.
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"`init_from` {start} has no weights for {', '.join(missing[:3])}. Use a masked "
-            "language model of NeoBERT."
-        )
+    check_trained_head(
+        info, f"`init_from` {start}", "masked-LM head", "Use a masked language model of NeoBERT."
+    )
 
     if rows is not None:
         replace_vocabulary(model, rows, vocab_size, pad_token_id)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..common.data import replace_surrogates
-from ..common.errors import UserError
+from ..common.errors import UserError, one_line
 from ..common.files import read_json, redacted, write_json
 from ..common.folders import new_folder, remove_leftover
 from ..common.identity import tokenizer_fingerprint
@@ -83,14 +83,14 @@ def prepare_dataset(
         Content of prepared.json.
 
     Raises:
-        UserError: If the directory contains a dataset of another source or other files, another
-            process is preparing it, or no row contains text.
+        UserError: If the directory contains a dataset of another source, a damaged one or other
+            files, another process is preparing it, or no row contains text.
     """
     # A prepared dataset is reused if its source and tokenizer are those of the run.
     path = Path(path)
     key = redacted(_dataset_key(sources, tokenizer))
     if (path / "prepared.json").is_file():
-        summary = read_json(path / "prepared.json")
+        summary = _read_summary(path)
         if changes := differences({name: summary.get(name) for name in key}, key):
             raise UserError(
                 f"{path} was prepared with other settings ({changes}). Choose another `--prepared`."
@@ -156,8 +156,41 @@ def _tokenizer_threads() -> Iterator[None]:
 
 
 def load_prepared(path: str | Path) -> TokenizedTexts:
-    """Return the texts of a prepared dataset, memory-mapped."""
-    return TokenizedTexts.from_dataset(Dataset.from_file(str(Path(path) / "texts.arrow")))
+    """Return the texts of a prepared dataset, memory-mapped.
+
+    Raises:
+        UserError: If the file of the texts is missing, or truncated, as after an incomplete copy.
+    """
+    file = Path(path) / "texts.arrow"
+    expected = _read_summary(Path(path))["kept"]
+    texts: TokenizedTexts | None = None
+    try:
+        texts = TokenizedTexts.from_dataset(Dataset.from_file(str(file)))
+        reason = f"it contains {len(texts.lengths):,} of {expected:,} texts"
+    # pyarrow raises several types of errors, and reads a file that ends between two batches.
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = one_line(error)
+    if texts is None or len(texts.lengths) != expected:
+        raise UserError(
+            f"{file} cannot be read: {reason}. Restore the file, or remove {path} to tokenize the "
+            "texts again."
+        )
+    return texts
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the content of prepared.json.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    summary = read_json(path / "prepared.json")
+    if not isinstance(summary, dict) or not {"dataset", "rows", "kept", "tokens"} <= {*summary}:
+        raise UserError(
+            f"{path / 'prepared.json'} must describe a prepared dataset, but it is damaged. Remove "
+            f"{path} to tokenize the texts again."
+        )
+    return summary
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:

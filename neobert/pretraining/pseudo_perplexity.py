@@ -35,11 +35,12 @@ from transformers import (
 )
 
 from ..common.environment import environment, environment_line
-from ..common.errors import UserError, listed
+from ..common.errors import UserError
 from ..common.files import write_text
 from ..common.folders import new_file
 from ..common.identity import model_fingerprint
 from ..common.loading import (
+    check_trained_head,
     check_vocabulary,
     choose_device,
     load_tokenizer,
@@ -374,11 +375,7 @@ def load_model(options: ModelOptions, name: str, yarn: float | str) -> PreTraine
         output_loading_info=True,
         trust_remote_code=trust_remote_code,
     )
-    if info["missing_keys"]:
-        raise UserError(
-            f"{name} has no trained masked-LM head: its checkpoint does not contain "
-            f"{listed(sorted(info['missing_keys']), 3)}. Pass a masked language model."
-        )
+    check_trained_head(info, name, "masked-LM head", "Pass a masked language model.")
 
     # The batches have no padding. Unpadding would warn about the hook of `masked_cross_entropy`.
     model.config.unpad_inputs = False

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from ..common.constants import DEVICE_HELP, TRUST_REMOTE_CODE_HELP
 from ..common.options import OptionGroup, OptionParser, option
 
 
@@ -32,15 +33,8 @@ class ModelOptions(OptionGroup):
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "Precision of the weights and the computation."
     )
-    device: str | None = option(
-        None,
-        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.",
-        metavar="NAME",
-        affects_results=False,
-    )
-    trust_remote_code: bool = option(
-        False, "Run Python code from the model's repository. NeoBERT does not need it."
-    )
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME", affects_results=False)
+    trust_remote_code: bool = option(False, TRUST_REMOTE_CODE_HELP)
 
     def __post_init__(self) -> None:
         # A repeated model or factor would be measured again, and its texts counted twice.

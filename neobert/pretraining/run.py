@@ -222,12 +222,12 @@ def run_output(run: PretrainingRun) -> Output:
     }
 
     # The texts may have been prepared in the output directory before the run.
-    beside: Sequence[str] = ()
+    preexisting: Sequence[str] = ()
     folder = options.output_folder.resolve()
     prepared = options.prepared_folder.resolve()
     if prepared.is_relative_to(folder):
-        beside = prepared.relative_to(folder).parts[:1]
-    return Output(options.output_folder, "pretrain", settings, beside=beside)
+        preexisting = prepared.relative_to(folder).parts[:1]
+    return Output(options.output_folder, "pretrain", settings, preexisting=preexisting)
 
 
 def _tokenizer_identity(options: PretrainOptions) -> str | None:

@@ -149,7 +149,7 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str, option: s
         entry if isinstance(entry, dict) else {"name": entry},
         _ENTRY,
         f" in `{option}`",
-        known=f"The keys are {', '.join(_ENTRY)}.",
+        fallback=f"The keys are {', '.join(_ENTRY)}.",
     )
 
     name = fields.pop("name", "").strip()

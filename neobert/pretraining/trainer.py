@@ -21,6 +21,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import SchedulerType
 
 from ..common.errors import UserError, one_line
 from ..common.files import write_json, write_text
@@ -199,8 +200,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
                     kwargs,
                 )
             except (TypeError, ValueError) as error:
+                schedule = SchedulerType(self.args.lr_scheduler_type).value
                 raise UserError(
-                    f"`lr_scheduler_type` {self.args.lr_scheduler_type} does not accept "
+                    f"`lr_scheduler_type` {schedule} does not accept "
                     f"`lr_scheduler_kwargs` {kwargs} ({one_line(error)})."
                 ) from error
             self.lr_scheduler = scheduler

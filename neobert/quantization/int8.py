@@ -7,9 +7,9 @@ weights w of an output channel become integers round(w / scale) of at most 127. 
 is exact, so the result of a text does not depend on the other rows of a batch.
 Everything else, such as attention and residuals, stays in the dtype of the model.
 
-The pass that computes the values of a token (norm, silu * up) also computes its codes, and the
-scale is multiplied in a pass that exists anyway (rotation, silu). Passes work on slices that stay
-in the caches, as in the model. torch.compile skips them: compiled blocks were not faster.
+The operation that computes the values of a token (norm, silu * up) also computes its codes, and
+an operation that runs anyway (rotation, silu) multiplies by the scale. Both work on slices that
+stay in the caches, as in the model. torch.compile skips them: compiled blocks were not faster.
 
 Shape legend: T rows, B * L for a (B, L, D) batch, R rows with fillers, D hidden size, H heads,
 K head_dim, F inner size of the feed-forward.
@@ -28,9 +28,9 @@ from ..common.errors import UserError
 from ..common.loading import STANDARD_BLOCK, block_type
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .int8_product import (
-    LARGEST,
-    ZERO,
-    must_limit_pairs,
+    MAX_WEIGHT,
+    ZERO_POINT,
+    check_int8_product,
     pack_weight,
     product,
     quantize_weight,
@@ -41,7 +41,7 @@ from .smoothing import encoders_of, linear_layers, random_token_states, smooth
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Codes of the largest value of a token.
+# Largest difference between a code and `ZERO_POINT`.
 STEPS = 127
 # A warning follows if the cosine similarity between the hidden states of a random token in the
 # quantized and the original model is smaller.
@@ -51,10 +51,10 @@ MIN_COSINE = 0.99
 _ELEMENTS = 1 << 18
 _TOKENS = 512
 # Lower bound of the largest value of a row, so a row of zeros is not divided by zero.
-_SMALLEST = 1e-30
+_MIN_ABSMAX = 1e-30
 # Added to a code before the conversion to uint8. The conversion truncates, so the sum of the
 # code and this offset becomes the nearest code.
-_OFFSET = torch.tensor(ZERO + 0.5)
+_OFFSET = torch.tensor(ZERO_POINT + 0.5)
 
 
 # ----------------------------------------------------------------------------------------- passes
@@ -69,8 +69,14 @@ def _slices(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(rows) for tensor in tensors))
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+def concat_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the concatenation of chunks; a single chunk is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def norm_floor(norm: Any) -> torch.Tensor:
+    """Return sqrt(D * eps), with which an RMSNorm is sqrt(D) * x / hypot(|x|, sqrt(D * eps))."""
+    return torch.tensor((norm.weight.shape[0] * norm.eps) ** 0.5)
 
 
 def _empty_codes(rows: int, inputs: int) -> torch.Tensor:
@@ -79,79 +85,79 @@ def _empty_codes(rows: int, inputs: int) -> torch.Tensor:
 
 
 def _write_codes(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Write the codes of rows of float32 values, and return their largest absolute values.
+    """Write the codes of rows of float32 values.
 
     Args:
         values: (T, K), which are overwritten.
         codes: (T, K) uint8.
 
     Returns:
-        (T, 1), 127 times the scales.
+        Largest absolute value of each row, (T, 1).
     """
     # Unlike `values.abs().amax()`, this needs no copy of the values.
-    largest = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
-    largest.clamp_(min=_SMALLEST)
-    codes.copy_(torch.add(_OFFSET, values.div_(largest), alpha=STEPS))
-    return largest
+    absmax = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
+    absmax.clamp_(min=_MIN_ABSMAX)
+    codes.copy_(torch.add(_OFFSET, values.div_(absmax), alpha=STEPS))
+    return absmax
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of (T, K) rows, (R, K), and their scales times 127, (T, 1)."""
+    """Return the codes of (T, K) rows, (R, K), and their row factors, max|x|, (T, 1)."""
     count = rows.shape[0]
     codes = _empty_codes(count, rows.shape[1])
     # float32 rows are copied, too, because `_write_codes` overwrites its values.
-    scales = [
+    absmax = [
         _write_codes(values.to(torch.float32, copy=True), row_codes)
         for values, row_codes in _slices(rows, codes[:count])
     ]
-    return codes, _join(scales)
+    return codes, concat_rows(absmax)
 
 
 def normalize_and_quantize(
-    rows: torch.Tensor, weight: torch.Tensor, smallest: torch.Tensor
+    rows: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of the RMSNorm of rows, (R, D), and their scales, (T, 1).
+    """Return the codes of the RMSNorm of rows, (R, D), and their row factors, (T, 1); see `Codes`.
 
-    x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps)), and the scales lack the
-    factor sqrt(D) / 127, which is part of the linear layer that follows.
+    x / sqrt(mean(x^2) + eps) = sqrt(D) * x / hypot(|x|, sqrt(D * eps)), so the row factors are
+    max|x * weight| / hypot(|x|, floor).
 
     Args:
         rows: (T, D).
         weight: (D,) float32 weight of the norm.
-        smallest: sqrt(D * eps).
+        floor: `norm_floor` of the norm.
     """
     count = rows.shape[0]
     codes = _empty_codes(count, rows.shape[1])
-    scales = []
+    row_factors = []
     for x, row_codes in _slices(rows, codes[:count]):
         x = at_least_float32(x)
         # A factor of all values of a token does not change its codes, so the norm is part of
-        # the scale only.
+        # the row factor only.
         norms = torch.linalg.vector_norm(x, 2, -1, True)
-        largest = _write_codes(x * weight, row_codes)
-        scales.append(largest.div_(torch.hypot(norms, smallest)))
-    return codes, _join(scales)
+        absmax = _write_codes(x * weight, row_codes)
+        row_factors.append(absmax.div_(torch.hypot(norms, floor)))
+    return codes, concat_rows(row_factors)
 
 
 def gate_and_quantize(
-    inner: torch.Tensor, factor: torch.Tensor
+    inner: torch.Tensor, inner_factors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of silu(a * factor) * b * factor, (R, F), and their scales times 127.
+    """Return the codes of silu(a * f) * b * f, (R, F), and their row factors, (T, 1); see `Codes`.
 
     Args:
         inner: (T, 2 F), the rows of a and b.
-        factor: (T, 1).
+        inner_factors: (T, 1), the row factors f of `inner`.
     """
     count = inner.shape[0]
     codes = _empty_codes(count, inner.shape[1] // 2)
-    scales = []
-    for x, row_codes, row_factor in _slices(inner, codes[:count], factor):
+    row_factors = []
+    for x, row_codes, x_factors in _slices(inner, codes[:count], inner_factors):
         gate, value = at_least_float32(x).chunk(2, -1)
-        # silu is not linear, so the gate needs its factor before. That of the values is part
-        # of the scale.
-        values = torch.mul(F.silu(gate * row_factor, inplace=True), value)
-        scales.append(_write_codes(values, row_codes).mul_(row_factor))
-    return codes, _join(scales)
+        # silu is not linear, so the gate is multiplied before it. The factor of the values is
+        # part of the row factor.
+        values = torch.mul(F.silu(gate * x_factors, inplace=True), value)
+        row_factors.append(_write_codes(values, row_codes).mul_(x_factors))
+    return codes, concat_rows(row_factors)
 
 
 # ----------------------------------------------------------------------------------------- layers
@@ -160,15 +166,18 @@ def gate_and_quantize(
 class Codes(NamedTuple):
     """Rows of a batch as unsigned 8-bit codes.
 
+    The codes stand for the values (codes - 128) * row_factors * c. The constant c is part of the
+    `weight_scales` of the layers that read the codes: sqrt(D) / 127 after a norm, else 1 / 127.
+
     Attributes:
         codes: (R, K) uint8; rows after the first T are not initialized.
-        scales: (T, 1) float32, scales of the rows up to a factor that is part of the weights.
+        row_factors: (T, 1) float32.
         shape: Shape of the hidden states that the codes stand for.
         dtype: Dtype of the hidden states.
     """
 
     codes: torch.Tensor
-    scales: torch.Tensor
+    row_factors: torch.Tensor
     shape: torch.Size
     dtype: torch.dtype
 
@@ -180,7 +189,7 @@ class Int8Norm(nn.Module):
         super().__init__()
         self.norm = norm
         # Not a buffer, because `.to(bfloat16)` would round it.
-        self.smallest = torch.tensor((norm.weight.shape[0] * norm.eps) ** 0.5)
+        self.norm_floor = norm_floor(norm)
 
     @torch.compiler.disable
     def forward(self, hidden: torch.Tensor) -> Codes:
@@ -191,8 +200,9 @@ class Int8Norm(nn.Module):
                 "the model again for training or for a GPU."
             )
         weight = self.norm.weight.float()
-        codes, scales = normalize_and_quantize(hidden.flatten(0, -2), weight, self.smallest)
-        return Codes(codes, scales, hidden.shape, hidden.dtype)
+        rows = hidden.flatten(0, -2)
+        codes, row_factors = normalize_and_quantize(rows, weight, self.norm_floor)
+        return Codes(codes, row_factors, hidden.shape, hidden.dtype)
 
 
 class Int8Linear(nn.Module):
@@ -201,37 +211,36 @@ class Int8Linear(nn.Module):
     Args:
         weight: (N, K) weight.
         limit_pairs: See `largest_weights`.
-        factor: Factor of the inputs that is part of the scales of the weights.
+        input_factor: Constant factor of the inputs that their row factors lack, beside 1 / 127.
     """
 
-    def __init__(self, weight: torch.Tensor, limit_pairs: bool, factor: float = 1.0) -> None:
+    def __init__(self, weight: torch.Tensor, limit_pairs: bool, input_factor: float = 1.0) -> None:
         super().__init__()
         integers, largest = quantize_weight(weight.detach().float(), limit_pairs)
         self.out_features, self.in_features = weight.shape
 
         # Not buffers, because `.to(bfloat16)` would round the scales.
         self.packed = pack_weight(integers)
-        # `quantize` returns scales times `STEPS`, and the weights are divided by largest / LARGEST.
-        # Both constants are part of the scale of an output channel.
-        self.weight_scales = largest * (factor / (LARGEST * STEPS))
-        self.zeros = torch.zeros(len(weight), dtype=torch.int64)
+        # w = integers * largest / MAX_WEIGHT, and `Codes` lack the constant input_factor / STEPS.
+        self.weight_scales = largest * (input_factor / (MAX_WEIGHT * STEPS))
+        self.weight_zero_points = torch.zeros(len(weight), dtype=torch.int64)
 
     def product(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the product with (R, K) codes, (R, N), without the scales of the rows."""
-        return product(codes, self.packed, self.weight_scales, dtype, self.zeros)
+        """Return the product with (R, K) codes, (R, N), without the row factors."""
+        return product(codes, self.packed, self.weight_scales, dtype, self.weight_zero_points)
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Quantize (T, K) rows and return the outputs of the layer, (T, N)."""
-        codes, scales = quantize(rows)
-        return self.scaled_product(codes, scales, rows.dtype)
+        codes, row_factors = quantize(rows)
+        return self.scaled_product(codes, row_factors, rows.dtype)
 
     def scaled_product(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+        self, codes: torch.Tensor, row_factors: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the product of (R, K) codes with the scales of the rows, (T, 1), (T, N)."""
-        output = self.product(codes, dtype)[: scales.shape[0]]
-        for values, row_scales in _slices(output, scales):
-            values.mul_(row_scales)
+        """Return the outputs of the layer, (T, N), for (R, K) codes and (T, 1) row factors."""
+        output = self.product(codes, dtype)[: row_factors.shape[0]]
+        for values, value_factors in _slices(output, row_factors):
+            values.mul_(value_factors)
         return output
 
     @torch.compiler.disable
@@ -263,38 +272,38 @@ class Int8FeedForward(nn.Module):
     @torch.compiler.disable
     def forward(self, tokens: Codes) -> torch.Tensor:
         """Return the output of the feed-forward."""
-        return self.from_codes(tokens.codes, tokens.scales, tokens.dtype).view(tokens.shape)
+        return self.from_codes(tokens.codes, tokens.row_factors, tokens.dtype).view(tokens.shape)
 
     def from_codes(
-        self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+        self, codes: torch.Tensor, row_factors: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the output for (R, D) codes and (T, 1) scales, (T, D), in slices of tokens."""
+        """Return the output, (T, D), for (R, D) codes and (T, 1) row factors."""
         outputs = []
         # The inner states of a slice, which are the largest ones, stay in the caches for `down`.
-        for piece, piece_scales in zip(codes.split(_TOKENS), scales.split(_TOKENS)):
-            inner = self.up.product(piece, dtype)[: piece_scales.shape[0]]
-            gated, gated_scales = gate_and_quantize(inner, piece_scales)
-            outputs.append(self.down.scaled_product(gated, gated_scales, dtype))
-        return _join(outputs)
+        for up_codes, up_factors in zip(codes.split(_TOKENS), row_factors.split(_TOKENS)):
+            inner = self.up.product(up_codes, dtype)[: up_factors.shape[0]]
+            down_codes, down_factors = gate_and_quantize(inner, up_factors)
+            outputs.append(self.down.scaled_product(down_codes, down_factors, dtype))
+        return concat_rows(outputs)
 
 
 @torch.compiler.disable
 def _project(
     block: Any, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace `NeoBERTBlock.project`; the rotation also multiplies the scales of the rows."""
+    """Replace `NeoBERTBlock.project`; the rotation also applies the row factors."""
     inputs = block.attention_norm(hidden)
-    qkv = block.qkv.product(inputs.codes, inputs.dtype)[: inputs.scales.shape[0]]
+    qkv = block.qkv.product(inputs.codes, inputs.dtype)[: inputs.row_factors.shape[0]]
     # The outputs of qkv are interleaved per head: (B, L, H, 3, K).
     qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
-    scales = inputs.scales.view(*hidden.shape[:2], 1, 1, 1)
+    row_factors = inputs.row_factors.view(*hidden.shape[:2], 1, 1, 1)
 
     query_key, value = qkv.split((2, 1), dim=-2)
     # Scaling the angles scales the rotated values, without a pass over queries and keys.
-    scaled_angles = tuple(angles * scales for angles in position_embeddings)
+    scaled_angles = tuple(angles * row_factors for angles in position_embeddings)
     query_key = apply_rotary_pos_emb(query_key, scaled_angles, in_place=True)
     query, key = query_key.unbind(-2)
-    value = value.mul_(scales).squeeze(-2)
+    value = value.mul_(row_factors).squeeze(-2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -336,7 +345,7 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
         )
     for encoder in encoders:
         _check(encoder)
-    limit_pairs = must_limit_pairs(even_if_slow)
+    limit_pairs = check_int8_product(even_if_slow)
 
     # Tensors that are created in inference mode cannot be used outside of it.
     model.eval().requires_grad_(False)
@@ -391,15 +400,15 @@ def _quantize_block(block: Any, limit_pairs: bool) -> None:
     """Replace the linear layers of a block, and the layers that compute their codes."""
     qkv, wo, up, down = linear_layers(block)
     # The codes of an `Int8Norm` stand for values without this factor, sqrt(D).
-    factor = qkv.in_features**0.5
-    block.qkv = Int8Linear(qkv.weight, limit_pairs, factor)
+    norm_factor = qkv.in_features**0.5
+    block.qkv = Int8Linear(qkv.weight, limit_pairs, norm_factor)
     block.wo = Int8Linear(wo.weight, limit_pairs)
 
     # Each norm returns codes, so qkv and up do not quantize their inputs again.
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
     block.ffn = Int8FeedForward(
-        Int8Linear(up.weight, limit_pairs, factor), Int8Linear(down.weight, limit_pairs)
+        Int8Linear(up.weight, limit_pairs, norm_factor), Int8Linear(down.weight, limit_pairs)
     )
     # An attribute of the instance shadows the method of the class, for this block alone.
     block.project = MethodType(_project, block)

@@ -21,13 +21,14 @@ from ..common.measures import best_times, one_thread
 
 
 # Code of the value 0, the zero point of the inputs.
-ZERO = 128
+ZERO_POINT = 128
 # Largest integer weight.
-LARGEST = 127
+MAX_WEIGHT = 127
 # Minimum speedup over float32.
 MIN_SPEEDUP = 1.1
-# Lower bound of a magnitude, so a channel of zeros is not divided by zero.
-_SMALLEST = 1e-30
+# Lower bound of the largest absolute value of a channel, so a channel of zeros is not divided by
+# zero.
+_MIN_ABSMAX = 1e-30
 
 # The processor time of a thread is too coarse on Windows.
 _has_fine_clock = time.get_clock_info("thread_time").resolution < 1e-5
@@ -51,7 +52,7 @@ def largest_weights(weight: torch.Tensor, limit_pairs: bool) -> torch.Tensor:
     else:
         highest = weight.amax(1)
         lowest = weight.amin(1)
-    return torch.maximum(highest, lowest.neg()).clamp(min=_SMALLEST)
+    return torch.maximum(highest, lowest.neg()).clamp(min=_MIN_ABSMAX)
 
 
 def quantize_weight(weight: torch.Tensor, limit_pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +67,7 @@ def quantize_weight(weight: torch.Tensor, limit_pairs: bool) -> tuple[torch.Tens
         becomes 127.
     """
     largest = largest_weights(weight, limit_pairs)
-    return (weight * (LARGEST / largest)[:, None]).round_().to(torch.int8), largest
+    return (weight * (MAX_WEIGHT / largest)[:, None]).round_().to(torch.int8), largest
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def product(
     packed: torch.Tensor,
     scales: torch.Tensor,
     dtype: torch.dtype = torch.float32,
-    zeros: torch.Tensor | None = None,
+    zero_points: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (codes - 128) @ weight.T * scales, (R, N) of `dtype`.
 
@@ -88,14 +89,15 @@ def product(
         packed: Weight, from `pack_weight`.
         scales: (N,) float32 scales of the outputs.
         dtype: Precision of the result.
-        zeros: (N,) int64 zeros.
+        zero_points: (N,) int64 zero points of the weights, all 0. Passing them avoids an allocation
+            per call.
     """
-    if zeros is None:
-        zeros = torch.zeros(len(scales), dtype=torch.int64)
+    if zero_points is None:
+        zero_points = torch.zeros(len(scales), dtype=torch.int64)
     # The arguments are the inputs with scale and zero point, the weights with scales and zero
     # points, no bias, an output with scale 1 and zero point 0, and no function after the product.
     return torch.ops.onednn.qlinear_pointwise.default(
-        codes, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, dtype, "none", [], ""
+        codes, 1.0, ZERO_POINT, packed, scales, zero_points, None, 1.0, 0, dtype, "none", [], ""
     )
 
 
@@ -113,10 +115,10 @@ def is_exact(limit_pairs: bool, rows: int, inputs: int = 520) -> bool:
     signs = torch.randint(2, (24, inputs // 2), generator=generator) * 2 - 1
     signs[:3] = torch.tensor([1, -1, 1])[:, None]
     signs[2, ::2] = -1
-    weight = torch.full((24, inputs // 2, 2), LARGEST)
+    weight = torch.full((24, inputs // 2, 2), MAX_WEIGHT)
     if limit_pairs:
-        weight[..., 0] = torch.randint(1, LARGEST + 1, weight.shape[:2], generator=generator)
-        weight[..., 1] = LARGEST + 1 - weight[..., 0]
+        weight[..., 0] = torch.randint(1, MAX_WEIGHT + 1, weight.shape[:2], generator=generator)
+        weight[..., 1] = MAX_WEIGHT + 1 - weight[..., 0]
     weight = (weight * signs[..., None]).flatten(1)
     codes = torch.randint(2, (rows, inputs), generator=generator) * 255
     codes[0] = 255
@@ -124,17 +126,20 @@ def is_exact(limit_pairs: bool, rows: int, inputs: int = 520) -> bool:
     # float32 represents the sums exactly: 520 * 128 * 127 < 2^24.
     packed = pack_weight(weight.to(torch.int8))
     output = product(codes.to(torch.uint8), packed, torch.ones(len(weight)))
-    return torch.equal(output, ((codes - ZERO) @ weight.T).float())
+    return torch.equal(output, ((codes - ZERO_POINT) @ weight.T).float())
 
 
 @functools.cache
-def must_limit_pairs(even_if_slow: bool = False) -> bool:
-    """Return whether the product of this CPU is exact only if pairs of weights are limited.
+def check_int8_product(even_if_slow: bool = False) -> bool:
+    """Check that the product of this CPU is exact and fast.
 
-    The product is checked and its speed is measured, which takes some milliseconds on one thread.
+    The check takes some milliseconds on one thread.
 
     Args:
         even_if_slow: Whether to accept a product that is slower than the one in float32.
+
+    Returns:
+        Whether the product is exact only if pairs of weights are limited, see `largest_weights`.
 
     Raises:
         UserError: If there is no product, or if it is not exact or too slow.
@@ -142,7 +147,7 @@ def must_limit_pairs(even_if_slow: bool = False) -> bool:
     try:
         with one_thread(), torch.inference_mode():
             # A single row has a kernel of its own.
-            exact = [
+            exact_limits = [
                 limit_pairs
                 for limit_pairs in (False, True)
                 if all(is_exact(limit_pairs, rows) for rows in (1, 16))
@@ -153,7 +158,7 @@ def must_limit_pairs(even_if_slow: bool = False) -> bool:
             f"this processor has no int8 matrix product in torch ({error}). Use float32."
         ) from None
 
-    if not exact:
+    if not exact_limits:
         raise UserError("the int8 matrix product of this processor is not exact. Use float32.")
     if speedup < MIN_SPEEDUP and not even_if_slow:
         raise UserError(
@@ -161,7 +166,8 @@ def must_limit_pairs(even_if_slow: bool = False) -> bool:
             f"{1 / speedup:.1f} times as long as the one in float32. Use float32, or call "
             "neobert.quantize_int8(model, even_if_slow=True)."
         )
-    return exact[0]
+    # False comes first: pairs are only limited if this is necessary.
+    return exact_limits[0]
 
 
 def _speedup() -> float:

@@ -19,18 +19,19 @@ from ..modeling_neobert import NeoBERTModel
 
 
 # Channels whose largest value exceeds this multiple of that of the median channel are outliers.
-TIMES = 8
+OUTLIER_RATIO = 8
 
 # Alpha of SmoothQuant in `balance`: 0 gives all columns of a weight the same norm, and 1 gives all
 # channels the same largest activation.
 ALPHA = 0.65
-# Largest exponent of a factor of `balance`.
-LARGEST_POWER = 8
+# Largest exponent of two of a factor of `balance`.
+MAX_EXPONENT = 8
 
 # Number and length of the random texts that the activations are observed on.
 _TEXTS = 4
 _LENGTH = 64
-_SMALLEST = 1e-30
+# Lower bound of the values of a channel, so a channel of zeros is not divided by zero.
+_MIN_ABSMAX = 1e-30
 
 
 def encoders_of(model: nn.Module) -> list[Any]:
@@ -82,15 +83,19 @@ def observe_inputs(encoder: Any, run: Callable[[], Any]) -> dict[nn.Module, torc
 
     layers = [layer for block in encoder.transformer_encoder for layer in linear_layers(block)]
     hooks = [layer.register_forward_pre_hook(observe) for layer in layers]
+    unpad_inputs = encoder.config.unpad_inputs
+    # A model with hooks does not pack its batches, and would warn about that.
+    encoder.config.unpad_inputs = False
     try:
         run()
         return largest
     finally:
+        encoder.config.unpad_inputs = unpad_inputs
         for hook in hooks:
             hook.remove()
 
 
-def factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
+def outlier_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
     """Return the powers of two that divide the inputs of a layer and multiply its columns, (K,).
 
     Equation 4 of SmoothQuant with alpha = 1/2 for outliers, because the largest channel of a token
@@ -100,12 +105,14 @@ def factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
         layer: Linear layer.
         largest: (K,) largest absolute values of its inputs.
     """
-    columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
-    # log2 of sqrt(largest / columns), rounded below to an integer for a power of two. The median
-    # ratio is that of the other channels, whose factor is 1.
-    ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
-    ratio = torch.where(largest > TIMES * largest.median(), ratio - ratio.median(), 0.0)
-    return ratio.round().clamp(-20, 20).exp2()
+    columns = layer.weight.float().abs().amax(0).clamp(min=_MIN_ABSMAX)
+    # log2 of the factor of SmoothQuant, sqrt(max|x| / max|w|), relative to the median channel.
+    # Channels that are no outliers keep the factor 1, and the others are rounded to a power of two.
+    log2_factor = (largest.clamp(min=_MIN_ABSMAX) / columns).log2() / 2
+    relative = log2_factor - log2_factor.median()
+    log2_factor = torch.where(largest > OUTLIER_RATIO * largest.median(), relative, 0.0)
+    # The bound only applies to channels of zeros, whose factor is arbitrary.
+    return log2_factor.round().clamp(-20, 20).exp2()
 
 
 @torch.no_grad()
@@ -115,7 +122,8 @@ def smooth(encoder: Any) -> torch.Tensor:
     # Random tokens are used, because a model comes without texts.
     largest = observe_inputs(encoder, lambda: states.append(random_token_states(encoder)))
     for block in encoder.transformer_encoder:
-        divide_inputs(block, [factors(layer, largest[layer]) for layer in linear_layers(block)])
+        divisors = [outlier_factors(layer, largest[layer]) for layer in linear_layers(block)]
+        divide_inputs(block, divisors)
     return states[0]
 
 
@@ -148,10 +156,11 @@ def balanced_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
         layer: Linear layer.
         largest: (K,) largest absolute values of its inputs.
     """
-    columns = layer.weight.float().norm(dim=0).clamp(min=_SMALLEST)
-    ratio = ALPHA * largest.clamp(min=_SMALLEST).log2() - (1 - ALPHA) * columns.log2()
+    column_norms = layer.weight.float().norm(dim=0).clamp(min=_MIN_ABSMAX)
+    log2_factor = ALPHA * largest.clamp(min=_MIN_ABSMAX).log2() - (1 - ALPHA) * column_norms.log2()
+    relative = log2_factor - log2_factor.median()
     # The stored weights may be float16, whose range the factors must not leave.
-    return (ratio - ratio.median()).round().clamp(-LARGEST_POWER, LARGEST_POWER).exp2()
+    return relative.round().clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
 
 
 def divide_inputs(block: Any, divisors: Sequence[torch.Tensor]) -> None:

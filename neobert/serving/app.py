@@ -48,6 +48,8 @@ def create_app(options: ServeOptions) -> FastAPI:
     for router in routers:
         app.include_router(router)
 
+    # Monitors and `wget --spider` send HEAD, which FastAPI does not add to routes of GET.
+    @app.head("/health")
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}

@@ -94,7 +94,7 @@ class Batcher(Generic[SequenceT, ResultT]):
 
         job = _Job[SequenceT, ResultT](sequences, asyncio.get_running_loop().create_future(), {})
         self._jobs.append(job)
-        self._count(tokens, 1)
+        self._update_queue_size(tokens, 1)
         # The task ends with the queue, and a later request starts another one.
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -103,7 +103,7 @@ class Batcher(Generic[SequenceT, ResultT]):
             return await job.future
         finally:
             self._remove(job)
-            self._count(0, -1)
+            self._update_queue_size(0, -1)
 
     async def _work(self) -> None:
         """Process batches until the queue is empty."""
@@ -120,7 +120,7 @@ class Batcher(Generic[SequenceT, ResultT]):
             for (job, index), outcome in zip(batch, outcomes, strict=True):
                 self._finish(job, index, outcome)
             # Tokens of the running batch count as part of the queue until here.
-            self._count(-tokens, 0)
+            self._update_queue_size(-tokens, 0)
 
     def _next_batch(self) -> list[tuple[_Job[SequenceT, ResultT], int]]:
         """Take the oldest texts from the queue, as many as fit into a batch."""
@@ -182,10 +182,10 @@ class Batcher(Generic[SequenceT, ResultT]):
         # `_next_batch` has removed a request whose texts are all in a batch.
         if job in self._jobs:
             self._jobs.remove(job)
-            self._count(-sum(map(len, job.sequences[job.position :])), 0)
+            self._update_queue_size(-sum(map(len, job.sequences[job.position :])), 0)
 
-    def _count(self, tokens: int, requests: int) -> None:
-        """Update the size of the queue by these differences."""
+    def _update_queue_size(self, tokens: int, requests: int) -> None:
+        """Add numbers of tokens and requests, which may be negative, to the size of the queue."""
         self.tokens += tokens
         self.requests += requests
         self.metrics.queue_tokens.labels(self.name).set(self.tokens)

@@ -56,7 +56,11 @@ async def handle_error(request: Request, error: Exception) -> JSONResponse:
     path = request.url.path
     if isinstance(error, HTTPException):
         headers = dict(error.headers) if error.headers else None
-        return error_response(path, error.status_code, error.detail, headers)
+        message = error.detail
+        # FastAPI only reports that the body could not be parsed.
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            message = f"the body must be JSON in UTF-8, got other bytes ({error.__cause__.reason})."
+        return error_response(path, error.status_code, message, headers)
     if isinstance(error, RequestValidationError):
         # The first error is enough for a client to correct the request.
         return error_response(path, 400, describe_validation(error.errors()[0]))

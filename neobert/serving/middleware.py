@@ -45,7 +45,7 @@ class RequestGate:
         self.timeout = timeout
         self.routes = frozenset(routes)
         self.metrics = metrics
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -117,17 +117,21 @@ class RequestGate:
             elif response.status is None:
                 message = f"the request took longer than {self.timeout:g} s. Retry later."
                 await refuse(503, message, {"Retry-After": "1"})
-        # Neither task may outlive the request, even if the server cancels it.
         finally:
+            # Neither task may outlive the request, even if the server cancels the request.
             await _cancel(disconnect)
             await _cancel(route)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        if self._authorization is None or scope["path"] in OPEN_ROUTES:
+        if self._api_key is None or scope["path"] in OPEN_ROUTES:
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        # The name of the scheme is case-insensitive (RFC 7235).
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
         # The comparison takes the same time for all keys, so a key cannot be guessed bytewise.
-        return hmac.compare_digest(sent, self._authorization)
+        return hmac.compare_digest(key, self._api_key)
 
 
 class _Response:

@@ -13,26 +13,23 @@ from starlette.exceptions import HTTPException
 from transformers import AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line, require
-from ..common.files import read_json
 from ..common.loading import (
     check_model,
     check_regression_dtype,
+    check_trained_head,
     choose_device,
     dtype_name,
     load_tokenizer,
-    model_file,
     text_limit,
 )
-from ..common.packing import pack
-from ..embeddings.cpu_forward import CpuClassifier, run_if_known
+from ..common.packing import FLOAT32_ROW_GROUP, pack
+from ..common.task_file import read_task_file
+from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
 from .options import MAX_TOTAL_CHARACTERS, ServeOptions
 
-
-# File of `neobert finetune` with the task of a model. The module with its name needs pyarrow.
-_TASK_FILE = "task.json"
 
 # Text, or token ids.
 Item = str | list[int]
@@ -191,7 +188,7 @@ class Encoder:
                 400, f"`dimensions` must be at most {self.dimensions}, got {dimensions}."
             )
 
-    def finish(
+    def truncate_and_normalize(
         self, embeddings: list[np.ndarray], dimensions: int | None, normalize: bool = False
     ) -> list[np.ndarray]:
         """Return the first `dimensions` values of each embedding, normalized again.
@@ -211,8 +208,8 @@ class Encoder:
         if not (is_normalized or normalize):
             return embeddings
         # An embedding of zeros stays zero.
-        smallest = np.finfo(np.float32).tiny
-        return [embedding / max(np.linalg.norm(embedding), smallest) for embedding in embeddings]
+        min_norm = np.finfo(np.float32).tiny
+        return [embedding / max(np.linalg.norm(embedding), min_norm) for embedding in embeddings]
 
 
 class Classifier:
@@ -321,13 +318,13 @@ class Classifier:
         if model.config.model_type != "neobert":
             raise UserError(f"`classifier` must be a NeoBERT sequence classifier, got {folder}.")
         if model.config.problem_type == "regression":
-            check_regression_dtype(str(dtype).removeprefix("torch."))
-        # transformers initializes missing weights randomly, and only warns about them.
-        if info["missing_keys"]:
-            raise UserError(
-                f"`classifier` must have a trained classification head, got {folder} without "
-                f"{sorted(info['missing_keys'])[0]}."
-            )
+            check_regression_dtype(dtype_name(dtype))
+        check_trained_head(
+            info,
+            f"`classifier` {folder}",
+            "classification head",
+            "Train it with neobert finetune.",
+        )
 
         model = model.to(choose_device(options.models.device)).eval()
         _quantize(model, dtype)
@@ -337,9 +334,8 @@ class Classifier:
         temperature = 1.0
 
         # `neobert finetune` stores the length and the temperature in task.json.
-        task_file = model_file(folder, _TASK_FILE)
-        if task_file is not None:
-            task = read_json(task_file)
+        task = read_task_file(folder)
+        if task is not None:
             limits.append(task["max_length"])
             temperature = task["temperature"]
         max_length = min((limit for limit in limits if limit), default=None)
@@ -378,7 +374,7 @@ class Classifier:
     @torch.inference_mode()
     def logits(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the logits of tokenized texts, (C,) float32 arrays."""
-        logits = run_if_known(self._forward, batch)
+        logits = try_fast_forward(self._forward, batch)
         # The model itself runs on a GPU, and if the fast forward pass does not support it.
         if logits is None:
             packed = pack([*batch, *self._fillers(batch)], self.model.device)
@@ -396,20 +392,23 @@ class Classifier:
     def _fillers(self, batch: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return unused sequences after a batch on the CPU.
 
-        The last rows of a float32 product are summed in another order than those before them. With
-        complete groups of 16 texts and of 16 tokens, scores do not depend on the batch.
+        They complete a group of `FLOAT32_ROW_GROUP` tokens for the encoder, and one of texts for
+        the head. For example, 3 texts of 20 tokens each have 12 fillers of 1 token and one of 8, so
+        that there are 16 texts and 80 tokens.
         """
         if self.model.device.type != "cpu":
             return []
-        # Texts of one token complete the number of texts. The last one is longer, to complete the
-        # number of tokens, and needs a group of its own if there are no others.
-        fillers = [np.zeros(1, np.int32) for _ in range(-len(batch) % 16)]
-        tokens = sum(map(len, batch)) + len(fillers)
-        if tokens % 16 and not fillers:
-            fillers = [np.zeros(1, np.int32) for _ in range(16)]
-            tokens += 16
+        # Fillers of one token complete the texts. If the texts are complete, but the tokens are
+        # not, the fillers are a group of texts of their own.
+        num_tokens = sum(map(len, batch))
+        num_fillers = -len(batch) % FLOAT32_ROW_GROUP
+        if num_fillers == 0 and num_tokens % FLOAT32_ROW_GROUP:
+            num_fillers = FLOAT32_ROW_GROUP
+        fillers = [np.zeros(1, np.int32) for _ in range(num_fillers)]
+        # The last filler is longer, to complete the tokens.
         if fillers:
-            fillers[-1] = np.zeros(1 - tokens % -16, np.int32)
+            missing_tokens = -(num_tokens + num_fillers) % FLOAT32_ROW_GROUP
+            fillers[-1] = np.zeros(1 + missing_tokens, np.int32)
         return fillers
 
     def scores(self, logits: Sequence[np.ndarray]) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from ..common.constants import DEVICE_HELP
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
@@ -41,9 +42,7 @@ class ModelOptions(OptionGroup):
         "float32",
         f"Precision of the models. int8 is for NeoBERT on a CPU. {AUTO_DTYPE_HELP}",
     )
-    device: str | None = option(
-        None, "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.", metavar="NAME"
-    )
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME")
 
 
 @dataclass(frozen=True)

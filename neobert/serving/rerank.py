@@ -34,7 +34,7 @@ def make_router(state: State) -> APIRouter:
     @router.post("/v2/rerank")
     async def rerank(body: RerankBody) -> dict[str, Any]:
         check_model_name(body.model, state.reranker.name, state.options.models.reranker)
-        logits, tokens = await state.rank(body.query, body.documents, body)
+        logits, tokens = await state.rerank_logits(body.query, body.documents, body)
         scores = state.reranker.scores(logits)
         results = []
         # Without `top_n`, the slice contains all documents.

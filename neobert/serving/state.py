@@ -46,22 +46,25 @@ class State:
         if models.classifier is not None:
             self._classifier = Classifier.load_classifier(models.classifier, dtype, options)
 
-        # One thread runs all models, so they do not compete for the cores. Another one runs
-        # the tokenizers, whose truncation is a setting that a call changes: calls must not overlap.
+        # One thread runs all models, so they do not compete for the cores. Another one runs the
+        # tokenizers. A fast tokenizer stores truncation as mutable state, so two calls must not
+        # overlap.
         self._model_thread = ThreadPoolExecutor(1, "models")
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizers")
 
-        self.embeddings: Batcher[Tokens, np.ndarray] = self._batcher("encoder", self.encoder.embed)
+        self.embed_batcher: Batcher[Tokens, np.ndarray] = self._make_batcher(
+            "encoder", self.encoder.embed
+        )
         if self._reranker is not None:
-            self.ranks: Batcher[np.ndarray, np.ndarray] = self._batcher(
+            self.rerank_batcher: Batcher[np.ndarray, np.ndarray] = self._make_batcher(
                 "reranker", self._reranker.logits
             )
         if self._classifier is not None:
-            self.predictions: Batcher[np.ndarray, np.ndarray] = self._batcher(
+            self.classify_batcher: Batcher[np.ndarray, np.ndarray] = self._make_batcher(
                 "classifier", self._classifier.logits
             )
 
-    def _batcher(self, name: str, function: Callable) -> Batcher:
+    def _make_batcher(self, name: str, function: Callable) -> Batcher:
         return Batcher(
             name,
             function,
@@ -116,9 +119,9 @@ class State:
         tokens = await self._tokenize(
             self.encoder.tokenize, items, prompt_name, self.truncates(body)
         )
-        return await self.embeddings.run(tokens), sum(map(len, tokens))
+        return await self.embed_batcher.run(tokens), sum(map(len, tokens))
 
-    async def rank(
+    async def rerank_logits(
         self, query: str, documents: Sequence[str], body: Body
     ) -> tuple[list[np.ndarray], int]:
         """Return the logits of documents for a query, and the number of tokens of the pairs.
@@ -129,9 +132,11 @@ class State:
         check_characters(len(documents) * len(query) + sum(map(len, documents)))
         pairs = [(query, document) for document in documents]
         tokens = await self._tokenize(self.reranker.tokenize, pairs, self.truncates(body))
-        return await self.ranks.run(tokens), sum(map(len, tokens))
+        return await self.rerank_batcher.run(tokens), sum(map(len, tokens))
 
-    async def predict(self, texts: Sequence[tuple[str, ...]], body: Body) -> list[np.ndarray]:
+    async def classify_logits(
+        self, texts: Sequence[tuple[str, ...]], body: Body
+    ) -> list[np.ndarray]:
         """Return the logits of texts and pairs.
 
         Raises:
@@ -139,7 +144,7 @@ class State:
         """
         check_characters(sum(len(text) for item in texts for text in item))
         tokens = await self._tokenize(self.classifier.tokenize, texts, self.truncates(body))
-        return await self.predictions.run(tokens)
+        return await self.classify_batcher.run(tokens)
 
     async def _tokenize(self, function: Callable[..., ResultT], *arguments: object) -> ResultT:
         # Long texts would block the event loop.

@@ -91,13 +91,13 @@ def make_router(state: State) -> APIRouter:
     async def embed(body: EmbedBody) -> Response:
         state.encoder.check_dimensions(body.dimensions)
         rows, _ = await state.embed(body.inputs, body.prompt_name, body)
-        rows = state.encoder.finish(rows, body.dimensions, body.normalize)
+        rows = state.encoder.truncate_and_normalize(rows, body.dimensions, body.normalize)
         return json_response([row.tolist() for row in rows])
 
     @router.post("/rerank")
     async def rerank(body: RerankBody) -> list[dict[str, Any]]:
         # Unlike the routes of Cohere, this API applies a sigmoid, whatever the model applies.
-        logits, _ = await state.rank(body.query, body.texts, body)
+        logits, _ = await state.rerank_logits(body.query, body.texts, body)
         scores = np.stack(logits)[:, 0]
         if not body.raw_scores:
             scores = torch.from_numpy(scores).sigmoid().numpy()
@@ -116,7 +116,7 @@ def make_router(state: State) -> APIRouter:
         parameters = body.parameters or PredictParameters()
         function = "none" if body.raw_scores else parameters.function_to_apply
 
-        logits = await state.predict([tuple(item) for item in body.inputs], body)
+        logits = await state.classify_logits([tuple(item) for item in body.inputs], body)
         # Labels are sorted by their score, as in the API.
         predictions = [
             [

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from ..common.constants import DEVICE_HELP
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, flatten, option
 
@@ -167,11 +168,7 @@ class MeasurementOptions(OptionGroup):
 
     title = "Measurement"
 
-    device: str | None = option(
-        None,
-        "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available.",
-        metavar="NAME",
-    )
+    device: str | None = option(None, DEVICE_HELP, metavar="NAME")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
         "Precision of the weights and the computation. By default bfloat16 on GPUs, else float32.",

@@ -162,7 +162,12 @@ def check_checkpoint(checkpoint: Path) -> None:
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is damaged or truncated.
     """
-    json.loads((checkpoint / _STATE).read_text())
+    # The state of Trainer, and the read positions of a stream.
+    for path in {checkpoint / _STATE, *checkpoint.glob("*.json")}:
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {one_line(error, 80)}") from None
     for path in checkpoint.rglob("*.safetensors"):
         try:
             # The header contains the size of the file, which is compared when the file is opened.
@@ -175,6 +180,10 @@ def check_checkpoint(checkpoint: Path) -> None:
         if not zipfile.is_zipfile(path):
             raise ValueError(f"{path.name} is truncated")
 
+    # FSDP and DeepSpeed have other files of weights than Trainer.
+    weights = ("*.safetensors", "pytorch_model*", "global_step*")
+    if not any(any(checkpoint.rglob(pattern)) for pattern in weights):
+        raise ValueError("the weights are missing")
     # DeepSpeed writes the state of the optimizer to a directory global_step*.
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
         raise ValueError("the state of the optimizer is missing")

@@ -56,17 +56,20 @@ def make_schedule(
         TypeError: If transformers does not accept `kwargs`.
         ValueError: If transformers has no schedule of this name.
     """
+    values = dict(kwargs or {})
     # `get_scheduler` passes the number of steps to every schedule, so the warning appears for each
     # explicit `num_stable_steps`.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Both num_training_steps and num_stable_steps")
-        scheduler = get_scheduler(schedule, optimizer, warmup_steps, max_steps, dict(kwargs or {}))
-    if schedule != SchedulerType.WARMUP_STABLE_DECAY:
-        return scheduler
+        scheduler = get_scheduler(schedule, optimizer, warmup_steps, max_steps, values)
+        if schedule != SchedulerType.WARMUP_STABLE_DECAY:
+            return scheduler
+        values["min_lr_ratio"] = 0.0
+        from_zero: Any = get_scheduler(schedule, optimizer, warmup_steps, max_steps, values)
 
-    # All parameter groups have the same schedule. The new schedule replaces the steps of the
-    # warmup.
+    # All parameter groups have the same schedule. The warmup is that of the schedule from 0.
     (factor, *_) = scheduler.lr_lambdas
+    (warmup_factor, *_) = from_zero.lr_lambdas
     return LambdaLR(
-        optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step)
+        optimizer, lambda step: warmup_factor(step) if step < warmup_steps else factor(step)
     )

@@ -131,7 +131,7 @@ def _final_files(output: Output, trainer: Trainer) -> Iterator[Path]:
     with output.final_files() if is_main() else contextlib.nullcontext():
         # The main process creates the directory, and moves its files when all have saved.
         trainer.accelerator.wait_for_everyone()
-        yield output.scratch
+        yield output.final_files_folder
         trainer.accelerator.wait_for_everyone()
 
 

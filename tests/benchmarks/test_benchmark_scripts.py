@@ -14,9 +14,9 @@ import torch
 from matplotlib.axes import Axes
 
 from benchmarks import memory, rerank, server, small_vectors, training, transfer_curve
-from benchmarks.measuring import in_a_process
+from benchmarks.measuring import run_in_process
 from benchmarks.memory import CONTRACT
-from benchmarks.training import TrainingOptions, draw_batch, forward_operations
+from benchmarks.training import TrainingOptions, forward_operations, sample_batch
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
 from neobert.throughput import timing
@@ -30,7 +30,7 @@ def small_matrix_product(monkeypatch):
 
 
 def here(function, *arguments, **options):
-    """Call a function in this process. A replacement for `in_a_process`, which takes seconds."""
+    """Call a function in this process. A replacement for `run_in_process`, which takes seconds."""
     return function(*arguments)
 
 
@@ -38,14 +38,14 @@ def here(function, *arguments, **options):
 # Processes
 
 
-def test_in_a_process():
-    """`in_a_process` runs a function in a new process with its own environment variables.
+def test_run_in_process():
+    """`run_in_process` runs a function in a new process with its own environment variables.
 
     An exception of the function is raised here, and a killed process is a `UserError`.
     """
-    assert in_a_process(os.getpid) != os.getpid()
+    assert run_in_process(os.getpid) != os.getpid()
     assert (
-        in_a_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"})
+        run_in_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"})
         == "7"
     )
     assert "NEOBERT_TEST_VARIABLE" not in os.environ, (
@@ -53,9 +53,9 @@ def test_in_a_process():
     )
 
     with pytest.raises(FileNotFoundError):
-        in_a_process(os.listdir, "/no/such/folder")
+        run_in_process(os.listdir, "/no/such/folder")
     with pytest.raises(UserError, match="was killed, most likely"):
-        in_a_process(os._exit, 9)
+        run_in_process(os._exit, 9)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_peak_memory_of_forward_pass():
     The model has the published hidden size and one layer. The activations are 4096 float32 values
     for each of 512 tokens.
     """
-    growth = in_a_process(
+    growth = run_in_process(
         memory.measure,
         memory.MemoryOptions(device="cpu", threads=1),
         *("neobert", "sdpa", 512, 1),
@@ -159,7 +159,7 @@ def test_flash_contract_separates_packed_texts(tmp_path, monkeypatch):
         cases.append(case)
         return 3 * 2**20
 
-    monkeypatch.setattr(memory, "in_a_process", note)
+    monkeypatch.setattr(memory, "run_in_process", note)
     argv = ["--lengths", "1024", "--check-depth", "2048", "--output", str(tmp_path / "m")]
     assert memory.main(argv) == 0
     models = ("neobert", "modernbert-base")
@@ -183,7 +183,7 @@ def tiny_steps(way="packed", dtype="float32"):
 
 def test_batch_has_the_requested_number_of_tokens():
     """A batch has the requested number of tokens, and about 20 % of them are masked."""
-    lengths, inputs = draw_batch("short", 500, seed=1)
+    lengths, inputs = sample_batch("short", 500, seed=1)
     assert 500 <= sum(lengths) < 500 + max(lengths), (
         "The batch must end with the text that reaches the number of tokens."
     )
@@ -198,7 +198,7 @@ def test_batch_has_the_requested_number_of_tokens():
         inputs["labels"][masked] >= 1000
     ).all(), "Masked positions must have [MASK] as input and the original token as label."
 
-    assert draw_batch("16", 500, 0)[0] == [16] * 32
+    assert sample_batch("16", 500, 0)[0] == [16] * 32
 
 
 def test_packed_and_padded_training_have_equal_losses():
@@ -236,7 +236,7 @@ def test_forward_operations():
 @pytest.mark.slow
 def test_the_training_table(tmp_path, monkeypatch):
     """The result files have one row per layout, and ratios to the last layout."""
-    monkeypatch.setattr(training, "in_a_process", here)
+    monkeypatch.setattr(training, "run_in_process", here)
     argv = f"--output {tmp_path}/t --tokens 60 --steps 1 --repeats 2 --hidden 64 --layers 1"
     assert training.main([*argv.split(), "--threads", "1"]) == 0
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
@@ -265,7 +265,7 @@ def test_small_embeddings_are_searched_and_rescored():
     # This document has a similar exact score, but only one positive value.
     documents[0] = -documents[0]
 
-    forms = small_vectors.ways(queries, documents)
+    forms = small_vectors.score_embedding_forms(queries, documents)
 
     sizes = {name: size for name, (size, _) in forms.items()}
     assert sizes["int8"] == "8" and sizes["binary"] == "1" and sizes["float32"] == "32"
@@ -273,7 +273,7 @@ def test_small_embeddings_are_searched_and_rescored():
     np.testing.assert_allclose(forms["float32"][1], queries @ documents.T)
     assert forms["binary"][1][0, [0, 1, 44]].tolist() == [-6, -8, 8]
     rescored = forms["binary, rescored"][1][0]
-    assert np.isfinite(rescored).sum() == small_vectors.BEST and rescored.argmax() == 44
+    assert np.isfinite(rescored).sum() == small_vectors.NUM_CANDIDATES and rescored.argmax() == 44
 
     # The last two documents are equal, so both have the rank 1.5.
     tests = {"a": (["q"] * 4, range(4))}

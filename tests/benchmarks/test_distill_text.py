@@ -4,15 +4,15 @@ from benchmarks import make_distill_text as text
 
 
 def test_held_out_definitions_are_dropped():
-    """`kept` drops held-out definitions, also after their word, and repeated texts.
+    """`new_texts` drops held-out definitions, also after their word, and repeated texts.
 
     Upper case and punctuation do not matter.
     """
-    forbidden = {text.normal("a bag-shaped fishnet on a long handle")}
+    forbidden = {text.normal_form("a bag-shaped fishnet on a long handle")}
     rows = [
         "Landing net: a bag-shaped fishnet on a long handle",
         "A bag-shaped fishnet, on a long handle.",
         "A long handle.",
         "a LONG handle",
     ]
-    assert list(text.kept(rows, forbidden, set())) == ["A long handle."]
+    assert list(text.new_texts(rows, forbidden, set())) == ["A long handle."]

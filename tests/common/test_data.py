@@ -68,13 +68,15 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     write(tmp_path / name)
     expected = [{"text": row["text"]} for row in ROWS] if ".txt" in name.lower() else ROWS
     assert list(rows(tmp_path / name)) == expected
-    assert list(rows(tmp_path / name, ["text"], ["text"])) == [{"text": text} for text in TEXTS]
+    assert list(rows(tmp_path / name, ["text"], text_columns=["text"])) == [
+        {"text": text} for text in TEXTS
+    ]
 
     (file,) = files(tmp_path / name)
     assert count_rows(file) == len(ROWS) and schema(file).names == list(expected[0])
 
     # Rows that are not wanted are counted, but not decoded.
-    numbered = dict(numbered_rows(file, wanted=lambda number: number % 50 < 5))
+    numbered = dict(numbered_rows(file, is_wanted=lambda number: number % 50 < 5))
     assert list(numbered) == list(range(len(ROWS)))
     assert all(numbered[n] == row for n, row in enumerate(expected) if n % 50 < 5)
     assert numbered[20] is None, "row 20 must not be decoded"
@@ -84,7 +86,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
 def test_row_numbers_include_skipped_row_groups(tmp_path):
     """Row numbers include the rows of skipped row groups."""
     (file,) = files(write(tmp_path / "rows.parquet"))
-    numbered = list(numbered_rows(file, wanted=lambda number: number >= 100))
+    numbered = list(numbered_rows(file, is_wanted=lambda number: number >= 100))
     assert [number for number, _ in numbered] == list(range(len(ROWS)))
     assert [row for number, row in numbered if number >= 100] == ROWS[100:]
 
@@ -187,10 +189,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
             b'[\n  {\n    "text": "a"\n  }\n]\n',
             r"row 1: a row must be .*`jq -c '.\[\]'`\.$",
         ),
+        ("a.json", b'{\n  "rows": []\n}\n', "row 1: a row must be an object"),
+        ("dataset_info.json", b"{}\n", "`save_to_disk` has written. .* with `to_parquet` first"),
         ("a.jsonl", b'{"text": "a"}\n{"body": 1}', "row 2: there is no column 'text'. Columns: b"),
         ("a.jsonl", b'{"text": null}\n', "row 1: 'text' must be text, got null"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl cannot be read .*recursion"),
-        ("a.txt", b"good\ncaf\xe9\n", "a.txt cannot be read .*utf-8"),
+        ("a.txt", b"good\ncaf\xe9\n", "a.txt cannot be read .*utf-8.*. Convert the file to UTF-8."),
         ("a.csv", b'text,label\n"open,1\nnext,0\n', "a.csv cannot be read .unexpected end"),
         ("a.csv", b"text,label\none, two,1\n", "row 1: the row has more columns than the header"),
         ("a.csv", b"text,n,text\na,1,b\n", "a.csv must have different names, got 'text' 2 times"),
@@ -204,7 +208,7 @@ def test_invalid_file_is_reported(tmp_path, name, content, sentence):
     """Check that the error about a damaged file contains its name, the row and the reason."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence):
-        list(rows(tmp_path / name, ["text"], ["text"]))
+        list(rows(tmp_path / name, ["text"], text_columns=["text"]))
 
 
 def test_parquet_columns_of_the_same_name_are_refused(tmp_path):
@@ -360,7 +364,7 @@ def test_lone_surrogates_of_texts_are_replaced(tmp_path):
     """One half of a surrogate pair becomes U+FFFD in texts, and other columns are not changed."""
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800", "id": "\\ud83d\\ude00\\udfff"}\n')
     expected = [{"text": "a\ufffd", "id": "\U0001f600\udfff"}]
-    assert list(rows(tmp_path / "a.jsonl", texts=["text"])) == expected
+    assert list(rows(tmp_path / "a.jsonl", text_columns=["text"])) == expected
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
@@ -373,4 +377,4 @@ def test_optional_columns_are_returned_where_they_exist(tmp_path, name):
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
         expected = [{"text": "a", "extra": "x"}, {"text": "b", "extra": None}]
-    assert list(data.rows(path, ["text"], optional=["extra", "absent"])) == expected
+    assert list(data.rows(path, ["text"], optional_columns=["extra", "absent"])) == expected

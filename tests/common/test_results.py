@@ -20,8 +20,8 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def test_a_table_has_a_line_per_row():
-    table = markdown_table(["a", "b"], [[1, None], ("x", 2.5)])
-    assert table == "| a | b |\n| --- | --- |\n| 1 |  |\n| x | 2.5 |\n"
+    table = markdown_table(["a", "b"], [[1, None], ("x|y", 2.5)])
+    assert table == "| a | b |\n| --- | --- |\n| 1 |  |\n| x\\|y | 2.5 |\n"
 
 
 def test_a_result_is_a_json_file_and_a_page(tmp_path):

@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
 from neobert.common.model_card import base_model_metadata
-from neobert.common.pooling import save_for_all_versions
+from neobert.common.sentence_transformers_files import save_for_all_versions
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
 from neobert.contrastive.options import OPTIONS, LossOptions, read_sources
@@ -277,7 +277,7 @@ def test_retrieval_texts_include_negatives(tmp_path):
 
 
 def test_model_card_has_instruction_and_inherited_license(model_folder, tmp_path):
-    """The model card explains the instruction, and has the license of the start model."""
+    """The model card explains the instruction, and has the license of the initial model."""
     start = shutil.copytree(model_folder, tmp_path / "start")
     (start / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n", encoding="utf-8")
     rows = [{"anchor": f"question {i}", "positive": f"answer {i}"} for i in range(20)]
@@ -293,7 +293,7 @@ def test_model_card_has_instruction_and_inherited_license(model_folder, tmp_path
     assert "instruction" not in cards["without"]
     for card in cards.values():
         assert yaml.safe_load(card.split("---")[1])["license"] == "cc-by-4.0"
-        assert "The license is that of the start model's card." in card
+        assert "The license is that of the initial model's card." in card
 
 
 def test_tensorboard_logs_are_kept(model_folder, tmp_path):
@@ -347,8 +347,8 @@ def prompted_folder(model_folder, tmp_path):
     return tmp_path / "start"
 
 
-def test_prompts_of_the_start_model_are_kept(prompted_folder, triplets, tmp_path, monkeypatch):
-    """A run without instructions trains with the prompts of the start model and keeps them."""
+def test_prompts_of_the_initial_model_are_kept(prompted_folder, triplets, tmp_path, monkeypatch):
+    """A run without instructions trains with the prompts of the initial model and keeps them."""
     trainers = []
     build_trainer = contrastive.build_trainer
 
@@ -375,14 +375,14 @@ def test_prompts_of_the_start_model_are_kept(prompted_folder, triplets, tmp_path
     assert model.default_prompt_name == "retrieval"
 
 
-def test_instructions_replace_the_prompts_of_the_start_model(
+def test_instructions_replace_the_prompts_of_the_initial_model(
     prompted_folder, triplets, tmp_path, caplog
 ):
     """Instructions replace the prompts with a warning, and the output has no default prompt."""
     options = ["--pairs", triplets, "--max_steps", "1", "--instruction", "Find it."]
     assert main(arguments_for(prompted_folder, tmp_path / "out", *options)) == 0
     prompts = "(query: 'query: ', document: 'passage: ', retrieval: 'find: ')"
-    assert f"replace the prompts of the start model {prompts}" in caplog.text
+    assert f"replace the prompts of the initial model {prompts}" in caplog.text
 
     model = load_sentence_transformer(str(tmp_path / "out"), trust_remote_code=True)
     assert model.prompts["query"] == "Instruction: Find it. Query: "
@@ -496,6 +496,10 @@ BAD = {
         ["--pairs", "good.jsonl", "good.jsonl"],
         "must have different names, got good, good",
     ),
+    "a file of another format": (
+        ["--pairs", "good.data"],
+        "must end in one of .jsonl, .*, got good.data. Rename the file",
+    ),
     "a row without a positive": (["--pairs", "bad.jsonl"], "row 2: there is no column 'positive'"),
     "one answer": (["--pairs", "alike.jsonl"], "from 5 usable rows. Reduce --batch-texts"),
     "a batch of one": (
@@ -518,6 +522,7 @@ def test_invalid_input_is_reported(case, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = [{"anchor": f"a{i}", "positive": f"b{i}"} for i in range(16)]
     write_jsonl(tmp_path / "good.jsonl", good)
+    write_jsonl(tmp_path / "good.data", good)
     write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
     write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
     write_jsonl(tmp_path / "blank.jsonl", [{"anchor": f"a{i}", "positive": " "} for i in range(5)])

@@ -19,15 +19,15 @@ from torch.utils.data import ConcatDataset
 from neobert.common.errors import UserError
 from neobert.contrastive.command import build_mixture, build_trainer, parse
 from neobert.contrastive.data import (
+    DistinctTextsBatchSampler,
     PairSource,
     SizeAlphaBatchSampler,
-    TextsBatchSampler,
+    build_example,
     check_batch,
     choose_validation_queries,
-    example,
     load_source,
     lookup,
-    unusable,
+    reason_to_skip,
     with_negatives,
 )
 from neobert.contrastive.options import OPTIONS, read_sources
@@ -55,7 +55,7 @@ def mixture(sizes, batch_size=4, **settings):
         )
         for k, n in enumerate(sizes)
     ]
-    samplers = [TextsBatchSampler(part, batch_size=batch_size, seed=3) for part in parts]
+    samplers = [DistinctTextsBatchSampler(part, batch_size=batch_size, seed=3) for part in parts]
     return SizeAlphaBatchSampler(
         ConcatDataset(parts), batch_samplers=samplers, seed=3, **settings
     ), parts
@@ -130,7 +130,7 @@ def test_small_dataset_is_exhausted_before_it_repeats():
 def test_processes_sample_from_the_same_dataset_per_step():
     """The batches of all processes in a step are from the same dataset."""
     sizes = [64, 64, 64]
-    sampler, _ = mixture(sizes, alpha=0.5, group=4)
+    sampler, _ = mixture(sizes, alpha=0.5, num_processes=4)
     dataset_indices, batches = origins(sampler, sizes)
     assert len(batches) == len(sampler) == 48
     assert all(len(set(dataset_indices[i : i + 4])) == 1 for i in range(0, 48, 4))
@@ -141,7 +141,7 @@ def test_batch_texts_counts_every_column():
     names = ("anchor", "positive", "negative_1", "negative_2", "dataset_name")
     data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in names})
     for texts, rows in ((24, 6), (3, 2)):
-        sampler = TextsBatchSampler(data, batch_size=64, batch_texts=texts)
+        sampler = DistinctTextsBatchSampler(data, batch_size=64, batch_texts=texts)
         assert sampler.batch_size == rows
 
 
@@ -159,9 +159,11 @@ def test_batches_of_all_sizes_are_sharded_across_processes():
         for k in range(2)
     ]
 
-    samplers = [TextsBatchSampler(part, batch_size=size) for part, size in zip(parts, (4, 5))]
+    samplers = [
+        DistinctTextsBatchSampler(part, batch_size=size) for part, size in zip(parts, (4, 5))
+    ]
     sampler = SizeAlphaBatchSampler(
-        ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2
+        ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, num_processes=2
     )
 
     shards = [list(accelerate.BatchSamplerShard(sampler, 2, process)) for process in (0, 1)]
@@ -209,16 +211,20 @@ def test_examples_have_equal_numbers_of_negatives():
     )
     row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
     negatives = {"negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
-    assert example(row, source, 3) == {"anchor": "q", "positive": "p", **negatives}
+    assert build_example(row, source, 3) == {"anchor": "q", "positive": "p", **negatives}
 
     # A shorter list is repeated.
-    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1"
+    assert build_example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1"
 
-    assert unusable(row, source, 3) is None
-    assert unusable({**row, "neg": []}, source, 3) == "without negative"
-    assert unusable({**row, "neg": []}, source, 0) is None
-    assert unusable({**row, "pos": ["  "]}, source, 3) == "without positive"
-    assert unusable({**row, "q": None}, source, 3) == "without anchor"
+    # Half of a surrogate pair cannot be stored.
+    surrogates = {"q": "\ud83d", "pos": ["\ud83d"], "neg": ["\ud83d"]}
+    assert set(build_example(surrogates, source, 3).values()) == {"\ufffd"}
+
+    assert reason_to_skip(row, source, 3) is None
+    assert reason_to_skip({**row, "neg": []}, source, 3) == "without negative"
+    assert reason_to_skip({**row, "neg": []}, source, 0) is None
+    assert reason_to_skip({**row, "pos": ["  "]}, source, 3) == "without positive"
+    assert reason_to_skip({**row, "q": None}, source, 3) == "without anchor"
 
 
 def test_only_numbered_columns_are_negatives(tmp_path):

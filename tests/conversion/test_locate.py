@@ -126,6 +126,29 @@ def test_step_selection(run):
         find_step(run, 2)
 
 
+def test_links_to_a_step(run, tmp_path):
+    """Check that links to a step are followed, and that the configuration of its run is found."""
+    (run / "config.yaml").write_text("num_attention_heads: 7\n")
+    latest = run / "model_checkpoints" / "latest"
+    latest.symlink_to("9")
+    assert value(run) == 9, "the link `latest` was not followed"
+    assert value(run, 10) == 10
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "best").symlink_to(run / "model_checkpoints" / "9")
+    for link in (latest, elsewhere / "best"):
+        checkpoint = open_checkpoint(link)
+        assert checkpoint.folders[0] == link
+        path, _ = find_config(checkpoint.folders)
+        assert path is not None and path.name == "config.yaml", "the configuration was not found"
+
+    # A link to another run is ignored.
+    latest.unlink()
+    latest.symlink_to(elsewhere)
+    assert value(run) == 10
+
+
 def test_nested_step_directories(run):
     """Check the selection between a step and the steps inside its directory.
 

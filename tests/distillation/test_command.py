@@ -18,7 +18,7 @@ pytest.importorskip("sentence_transformers")
 
 from filelock import FileLock
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from sentence_transformers import models as modules
 from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -36,6 +36,7 @@ from neobert.distillation.data import (
     Texts,
     TextSource,
     check_validation_names,
+    count_overlap,
     default_validation_percent,
     is_validation_text,
     read_texts,
@@ -65,9 +66,9 @@ from neobert.distillation.student import (
     check_hidden_states,
     embed_single_tokens,
     fit_token_embeddings,
+    resolve_embeddings_from_teacher,
     save_student,
-    starts_from_teacher,
-    take_embeddings,
+    set_token_embeddings,
 )
 from neobert.embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from neobert.quantization import smoothing
@@ -176,7 +177,7 @@ def test_similarity_loss_is_kl_divergence_without_diagonal():
 def test_candidates_are_nearest_evenly_spaced_and_random():
     """Check the candidates: the nearest texts, texts at evenly spaced scores, and random texts."""
     scores = torch.linspace(-0.2, 0.9, 500)[torch.randperm(500)].repeat(2, 1)
-    # The score of a hidden text is -2.
+    # The score of a text for itself is -2.
     scores[1, scores[1].argmin()] = -2
 
     candidate_columns = candidates(scores)
@@ -195,27 +196,27 @@ def test_candidates_are_nearest_evenly_spaced_and_random():
 
 
 def test_memory_bank_loss_is_the_kl_divergence_over_the_candidates():
-    """The loss compares a text with the candidates, except for the hidden text itself."""
+    """The loss compares a text with the candidates, except for the text itself."""
     student = unit(3, 8)
     teacher = unit(3, 8)
     bank = unit(40, 8)
 
     bank[5] = teacher[0]
-    hidden = torch.zeros(3, 40, dtype=torch.bool)
-    hidden[0, 5] = True
+    is_self = torch.zeros(3, 40, dtype=torch.bool)
+    is_self[0, 5] = True
     # The candidates are partly random. The same seed selects the same ones.
     torch.manual_seed(1)
-    candidate_columns = candidates((teacher @ bank.T).masked_fill(hidden, -2))
+    candidate_columns = candidates((teacher @ bank.T).masked_fill(is_self, -2))
 
     expected = 0.0
     for i, columns in enumerate(candidate_columns):
-        visible = bank[columns[~hidden[i, columns]]]
+        visible = bank[columns[~is_self[i, columns]]]
         rows = [(visible @ x[i] / 0.1).softmax(0) for x in (teacher, student)]
         expected += (rows[0] * (rows[0] / rows[1]).log()).sum() / 3
 
     torch.manual_seed(1)
-    torch.testing.assert_close(memory_bank_loss(student, teacher, bank, 0.1, hidden), expected)
-    assert memory_bank_loss(teacher, teacher, bank, 0.1, hidden).abs() < 1e-6
+    torch.testing.assert_close(memory_bank_loss(student, teacher, bank, 0.1, is_self), expected)
+    assert memory_bank_loss(teacher, teacher, bank, 0.1, is_self).abs() < 1e-6
 
 
 def test_losses_are_scaled_by_their_weights():
@@ -239,16 +240,16 @@ def test_losses_are_scaled_by_their_weights():
     losses = loss([{"sentence_embedding": 3 * student}], text_indices)
 
     teacher = all_embeddings[text_indices]
-    bank = all_embeddings[loss.stored]
+    bank = all_embeddings[loss.bank_indices]
     cosines = [torch.dot(a, b) for a, b in zip(student, teacher)]
 
     torch.testing.assert_close(losses["cosine"], 2 * (1 - torch.stack(cosines).mean()))
     torch.testing.assert_close(losses["similarity"], 3 * similarity_loss(student, teacher, 0.1))
 
     torch.manual_seed(1)
-    is_own_text = text_indices[:, None] == loss.stored
-    assert is_own_text.sum(1).tolist() == [1, 1, 1, 1]
-    expected = 4 * memory_bank_loss(student, teacher, bank, 0.1, is_own_text)
+    is_self = text_indices[:, None] == loss.bank_indices
+    assert is_self.sum(1).tolist() == [1, 1, 1, 1]
+    expected = 4 * memory_bank_loss(student, teacher, bank, 0.1, is_self)
     torch.testing.assert_close(losses["memory_bank"], expected)
 
 
@@ -284,7 +285,7 @@ def test_hidden_state_loss_is_relative_error_without_padding():
 
 
 def test_spread_candidates_cover_visible_score_range():
-    """The levels start at the lowest visible score, because the text itself is hidden."""
+    """The levels start at the lowest visible score, not at that of the text itself."""
     scores = torch.linspace(-0.4, 0.9, 2000).repeat(3, 1)
     scores[:, 77] = -2
     spread = candidates(scores)[:, NEAREST : NEAREST + SPREAD]
@@ -297,10 +298,10 @@ def test_spread_candidates_cover_visible_score_range():
 
 def test_the_memory_bank_is_a_random_sample():
     embeddings = unit(2000, 4).numpy()
-    stored = DistillLoss(torch.nn.Identity(), LossOptions(memory_bank_size=200), embeddings).stored
-    assert len(stored.unique()) == 200
+    loss = DistillLoss(torch.nn.Identity(), LossOptions(memory_bank_size=200), embeddings)
+    assert len(loss.bank_indices.unique()) == 200
     # The mean of 200 of 2,000 indices has a standard error of 39.
-    assert abs(stored.float().mean() - 999.5) < 160
+    assert abs(loss.bank_indices.float().mean() - 999.5) < 160
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_outlier_row_does_not_shrink_other_embeddings(teacher):
     table[9] *= 100
 
     student = build_student(*options_for(teacher, embeddings_from_teacher=True), encoder, 32)
-    take_embeddings(student, table, torch.float32)
+    set_token_embeddings(student, table, torch.float32)
     weight = student[0].auto_model.get_input_embeddings().weight
     assert weight[:, 7].abs().median() < 0.5
 
@@ -363,16 +364,16 @@ def test_the_default_student_has_half_of_the_layers(teacher):
     """Check the default student, and which students start with embeddings of the teacher."""
     encoder = PackedEncoder(teacher, device="cpu")
     options = options_for(teacher, model_config={})
-    assert starts_from_teacher(*options, encoder)
+    assert resolve_embeddings_from_teacher(*options, encoder)
 
     student = build_student(*options, encoder.sentence_transformer, 32)
     config = student[0].auto_model.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 1, 4)
 
     wide = options_for(teacher, model_config={**STUDENT, "hidden_size": 64})
-    assert not starts_from_teacher(*wide, encoder)
+    assert not resolve_embeddings_from_teacher(*wide, encoder)
     loaded = options_for(teacher, model_config={}, init_from="x")
-    assert not starts_from_teacher(*loaded, encoder)
+    assert not resolve_embeddings_from_teacher(*loaded, encoder)
 
     # Without `model_config`, the hidden size is that of the teacher, whose Dense module may have
     # fewer outputs.
@@ -383,7 +384,7 @@ def test_the_default_student_has_half_of_the_layers(teacher):
         ],
         device="cpu",
     )
-    assert not starts_from_teacher(*options, PackedEncoder(narrow, device="cpu"))
+    assert not resolve_embeddings_from_teacher(*options, PackedEncoder(narrow, device="cpu"))
 
 
 def test_warning_for_unimproved_student():
@@ -486,6 +487,23 @@ def test_validation_texts_have_no_copies_of_training_texts(tmp_path, caplog):
     assert "chat" in texts.evaluated and "copies" not in texts.evaluated
     assert "copies.txt is not evaluated: it has 1 texts" in caplog.text
     assert "chat.txt" not in caplog.text
+
+
+def test_copies_of_training_texts_in_the_validation_file_are_reported(
+    tmp_path, teacher, files, caplog
+):
+    """Check the warning about pairs whose texts are also training texts."""
+    assert count_overlap(["a  Cat", "a dog", "x"], ["A cat", "a cat", "a dog", "a bird"]) == 2
+
+    texts = DataOptions([files[0]], validation_file=str(tmp_path / "pairs.jsonl"))
+    options = DistillOptions(ModelOptions(teacher, str(tmp_path / "out")), texts)
+    arguments = SentenceTransformerTrainingArguments(str(tmp_path / "out"), eval_strategy="no")
+    run = distill_command.Distillation(options, arguments, [TextSource.from_entry(files[0])], [])
+    for anchor, words in (("an eagle", ""), (TEXTS[0].upper(), "1 of 2 queries and texts")):
+        write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": anchor, "positive": "a big bird"}])
+        caplog.clear()
+        run._read_data()
+        assert words in caplog.text and bool(caplog.messages) == bool(words)
 
 
 def test_the_card_names_evaluated_texts_only(tmp_path, teacher, files):
@@ -591,6 +609,14 @@ def test_teacher_embeddings_resume_after_interruption(tmp_path, monkeypatch):
     # A teacher that must not encode any text shows that all embeddings are read from the file.
     assert np.array_equal(teacher_embeddings(path, texts, CountingTeacher(0)), embeddings)
 
+    # A copy of the file may be truncated, with and without embeddings that are missing.
+    for done in (25, 10):
+        copy = tmp_path / "copy.npy"
+        copy.write_bytes(path.read_bytes()[:-20])
+        copy.with_suffix(".json").write_text(json.dumps({"done": done}))
+        with pytest.raises(UserError, match="copy.npy cannot be read .*Remove the file"):
+            teacher_embeddings(copy, texts, CountingTeacher())
+
     # The file of embeddings may be deleted without the one of the progress.
     expected = embeddings.tolist()
     del embeddings
@@ -683,10 +709,10 @@ def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):
             student=StudentOptions(max_length=length),
         )
 
-        embeddings, sets, table = embed_texts(options, False, texts, CountingTeacher())
-        assert table is None
-        assert embeddings.tolist() == [[len(text), 1] for text in texts.train]
-        assert sets["validation"][1].dtype == np.float32
+        embeddings = embed_texts(options, False, texts, CountingTeacher())
+        assert embeddings.token_table is None
+        assert embeddings.train.tolist() == [[len(text), 1] for text in texts.train]
+        assert embeddings.evaluated["validation"].embeddings.dtype == np.float32
 
         return len(list(tmp_path.rglob("*.npy")))
 
@@ -694,6 +720,28 @@ def test_work_directory_reuses_teacher_embeddings(tmp_path, teacher):
     assert count_stored_files(32, texts) == count_stored_files(32, texts) == 2
     assert count_stored_files(16, texts) == 4
     assert count_stored_files(32, replace(texts, train=["bc", "a"])) == 5
+
+
+def test_token_table_of_another_version_is_computed_again(tmp_path, teacher, monkeypatch):
+    """Token embeddings of an older algorithm in `--work` are not used."""
+    options = DistillOptions(
+        model=ModelOptions(teacher=teacher, output="o"),
+        data=DataOptions(texts=["x"], work=str(tmp_path)),
+        student=StudentOptions(max_length=32),
+    )
+    encoder = PackedEncoder(teacher, device="cpu", max_length=32)
+    texts = Texts(TEXTS[:8], TEXTS[8:12], {})
+
+    def count_stored_tables():
+        assert embed_texts(options, True, texts, encoder).token_table is not None
+        return len(list(tmp_path.rglob("tokens-*.npy")))
+
+    assert count_stored_tables() == count_stored_tables() == 1
+    embedding_files = sorted(tmp_path.rglob("train-*.npy"))
+    monkeypatch.setattr(distill_command, "TOKEN_TABLE_VERSION", 0)
+    assert count_stored_tables() == 2
+    # The embeddings of the teacher do not depend on the algorithm.
+    assert sorted(tmp_path.rglob("train-*.npy")) == embedding_files
 
 
 # ------------------------------------------------------------------------------------------------
@@ -811,18 +859,18 @@ def test_token_embeddings_are_the_ridge_regression_solution():
 
     bags = np.array([np.bincount(ids, minlength=12) / len(ids) for ids in tokens])
     targets = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
-    start = bags @ single_tokens
-    scaled = single_tokens * (start * targets).sum() / (start**2).sum()
+    means = bags @ single_tokens
+    scaled = single_tokens * (means * targets).sum() / (means**2).sum()
     system = bags.T @ bags + 0.02 * np.eye(12)
     expected = scaled + np.linalg.solve(system, bags.T @ (targets - bags @ scaled))
 
-    table = fit_token_embeddings(single_tokens, tokens, embeddings, rounds=12)
+    table = fit_token_embeddings(single_tokens, tokens, embeddings, num_iterations=12)
     np.testing.assert_allclose(table, expected, atol=1e-5)
 
     # The default number of iterations removes at least 90 % of the initial error.
-    few_rounds = fit_token_embeddings(single_tokens, tokens, embeddings)
+    few_iterations = fit_token_embeddings(single_tokens, tokens, embeddings)
     error = np.linalg.norm(scaled - expected)
-    assert np.linalg.norm(few_rounds - expected) < 0.1 * error
+    assert np.linalg.norm(few_iterations - expected) < 0.1 * error
 
 
 def student_and_expected_embedding(student, table, text):
@@ -844,7 +892,7 @@ def test_initial_student_is_the_mean_of_token_embeddings(teacher):
     options = options_for(teacher, embeddings_from_teacher=True, freeze_embeddings=True)
     student = build_student(*options, encoder, 32)
 
-    take_embeddings(student, table.clone(), torch.float32)
+    set_token_embeddings(student, table.clone(), torch.float32)
     model = student[0].auto_model
     assert model.layer_norm.weight[7] == 0, "the spare coordinate does not have the lowest norm"
 
@@ -858,7 +906,7 @@ def test_initial_student_is_the_mean_of_token_embeddings(teacher):
     torch.testing.assert_close(weight.norm(dim=1), torch.ones(30522))
 
     # The embeddings are rounded before the training, because they are stored with fewer bits.
-    take_embeddings(student, table.clone(), torch.float8_e5m2)
+    set_token_embeddings(student, table.clone(), torch.float8_e5m2)
     assert torch.equal(weight, weight.to(torch.float8_e5m2).float())
     embedding, expected = student_and_expected_embedding(student, table, TEXTS[5])
     assert 0.95 < embedding @ expected < 0.99999
@@ -873,7 +921,7 @@ def test_narrow_student_starts_from_principal_components(teacher):
         *options_for(teacher, model_config=NARROW, embeddings_from_teacher=True), encoder, 32
     )
 
-    take_embeddings(narrow, table.clone(), torch.float32)
+    set_token_embeddings(narrow, table.clone(), torch.float32)
 
     assert narrow[0].auto_model.get_input_embeddings().weight.requires_grad
     for text in ("a cat", TEXTS[5]):

@@ -18,10 +18,10 @@ from neobert.common.errors import UserError
 from neobert.distillation.transfer import (
     BlockTransfer,
     TeacherLayers,
-    choose_layers,
+    best_scale,
+    default_layers,
     equal_lengths,
     initialize_blocks,
-    nearest_length,
     order_by_energy,
     ridge,
     train,
@@ -77,7 +77,7 @@ def token_batches(count=24, length=12, rows=8, seed=1):
     [(6, 4, [0, 1, 4, 5]), (6, 3, [0, 1, 5]), (12, 5, [0, 1, 2, 10, 11]), (2, 2, [0, 1])],
 )
 def test_the_lowest_and_the_highest_layers_are_kept(count, kept, layers):
-    assert choose_layers(count, kept) == layers
+    assert default_layers(count, kept) == layers
 
 
 def test_teacher_layers_match_bert():
@@ -127,7 +127,7 @@ def test_order_by_energy_preserves_query_key_products():
     )
 
 
-def test_the_nearest_length_is_the_least_squares_factor():
+def test_the_best_scale_is_the_least_squares_factor():
     """Check the factor by a grid search, and that scaled states have no unexplained variance."""
     torch.manual_seed(0)
     states = torch.randn(6, 32)
@@ -136,7 +136,7 @@ def test_the_nearest_length_is_the_least_squares_factor():
     factors = torch.linspace(-3, 3, 6001)
     errors = ((factors[:, None, None] * states - target) ** 2).sum(-1)
     nearest = factors[errors.argmin(0)]
-    torch.testing.assert_close(nearest_length(states, target)[:, 0], nearest, atol=2e-3, rtol=0)
+    torch.testing.assert_close(best_scale(states, target)[:, 0], nearest, atol=2e-3, rtol=0)
 
     scaled = [torch.rand(4, 5, 1) * target.view(3, 2, 32)[:1].repeat(4, 3, 1)[:, :5]]
     assert unexplained_variance(scaled, [scaled[0] * 2]) < 1e-6
@@ -191,12 +191,12 @@ def transfer_of():
 
     with torch.no_grad():
         student_model.encoder.weight.copy_(layers.token_table())
-        stream = [student_model.encoder(ids) for ids in batches]
-        before = [layers.embed(ids) for ids in batches]
-        after = [layers.run(layers.layers[0], hidden) for hidden in before]
+        student_states = [student_model.encoder(ids) for ids in batches]
+        inputs = [layers.embed(ids) for ids in batches]
+        outputs = [layers.run(layers.layers[0], hidden) for hidden in inputs]
 
     block = student_model.transformer_encoder[0]
-    return BlockTransfer(block, layers.layers[0], layers, stream, before, after)
+    return BlockTransfer(block, layers.layers[0], layers, student_states, inputs, outputs)
 
 
 def test_fitted_values_match_the_teacher():
@@ -204,10 +204,10 @@ def test_fitted_values_match_the_teacher():
     transfer = transfer_of()
     # The embeddings of the student lack the teacher's positions. The hidden states of the teacher
     # remove this error.
-    transfer.stream = transfer.before
+    transfer.student_states = transfer.teacher_inputs
     transfer.fit_attention()
 
-    hidden = transfer.stream[0]
+    hidden = transfer.student_states[0]
     _, _, values = transfer.block.project(
         hidden, rotary_embeddings(transfer.block.config, torch.arange(hidden.shape[1])[None], 12)
     )
@@ -223,16 +223,18 @@ def test_every_transfer_step_reduces_the_error():
     transfer = transfer_of()
 
     def variance_of_errors():
-        return unexplained_variance([transfer.run(h) for h in transfer.stream], transfer.after)
+        return unexplained_variance(
+            [transfer.run(h) for h in transfer.student_states], transfer.teacher_outputs
+        )
 
     def mean_attention_loss():
         total = 0.0
         with torch.no_grad():
-            for index, hidden in enumerate(transfer.stream):
+            for index, hidden in enumerate(transfer.student_states):
                 query, key, _ = transfer._project(hidden)
                 logits = query @ key.mT * transfer.block.scaling
                 total += float(transfer._attention_loss(index, logits))
-        return total / len(transfer.stream)
+        return total / len(transfer.student_states)
 
     variance_before_fit = variance_of_errors()
     transfer.fit_attention()
@@ -288,15 +290,15 @@ def test_the_block_loss_is_the_unexplained_variance(monkeypatch):
     )
     transfer.train_block(10)
 
-    states = transfer.run(transfer.stream[3])
-    target = transfer.after[3]
+    states = transfer.run(transfer.student_states[3])
+    target = transfer.teacher_outputs[3]
     factor = (states * target).sum(-1, keepdim=True) / states.pow(2).sum(-1, keepdim=True)
-    after = torch.cat([hidden.flatten(0, 1) for hidden in transfer.after])
-    variance = (after - after.mean(0)).pow(2).sum() / (len(after) - 1) / after.shape[1]
+    outputs = torch.cat([hidden.flatten(0, 1) for hidden in transfer.teacher_outputs])
+    variance = (outputs - outputs.mean(0)).pow(2).sum() / (len(outputs) - 1) / outputs.shape[1]
     expected = (factor * states - target).pow(2).mean() / variance
 
     with torch.no_grad():
-        query, key, _ = transfer._project(transfer.stream[3])
+        query, key, _ = transfer._project(transfer.student_states[3])
         expected += transfer._attention_loss(3, query @ key.mT * transfer.block.scaling)
     torch.testing.assert_close(losses[0], expected)
 
@@ -309,14 +311,16 @@ def length_transfer(target_of):
             after the block, (B, L, 32) each.
     """
     transfer = transfer_of()
-    for hidden in transfer.stream:
+    for hidden in transfer.student_states:
         hidden[..., 5] += 10
     transfer.fit_attention()
     transfer.fit_outputs()
     # The states before the feed-forward are not small at the coordinate that is replaced.
     transfer.block.wo.weight.data[5] = 0
 
-    transfer.after = [target_of(hidden, transfer.run(hidden)) for hidden in transfer.stream]
+    transfer.teacher_outputs = [
+        target_of(hidden, transfer.run(hidden)) for hidden in transfer.student_states
+    ]
     return transfer
 
 
@@ -336,8 +340,10 @@ def test_the_last_norm_reproduces_different_lengths():
     assert changed.nonzero().flatten().tolist() == [5]
     assert norm.weight[5] == 0
 
-    outputs = torch.cat([norm(transfer.run(h)).flatten(0, 1) for h in transfer.stream]).detach()
-    target = torch.cat([hidden.flatten(0, 1) for hidden in transfer.after])
+    outputs = torch.cat(
+        [norm(transfer.run(h)).flatten(0, 1) for h in transfer.student_states]
+    ).detach()
+    target = torch.cat([hidden.flatten(0, 1) for hidden in transfer.teacher_outputs])
     lengths = torch.stack([outputs.norm(dim=1), target.norm(dim=1)])
     assert torch.corrcoef(lengths)[0, 1] > 0.9
 
@@ -356,14 +362,14 @@ def test_the_last_norm_keeps_equal_lengths():
 
     assert torch.equal(transfer.block.ffn.w3.weight, before)
     torch.testing.assert_close(norm.weight.detach(), norm.weight[:1].detach().expand(32))
-    outputs = torch.cat([norm(transfer.run(h)).flatten(0, 1) for h in transfer.stream])
-    target = torch.cat([hidden.flatten(0, 1) for hidden in transfer.after])
+    outputs = torch.cat([norm(transfer.run(h)).flatten(0, 1) for h in transfer.student_states])
+    target = torch.cat([hidden.flatten(0, 1) for hidden in transfer.teacher_outputs])
     torch.testing.assert_close((outputs * target).sum(), outputs.square().sum())
 
 
 def test_the_attention_loss_is_the_kl_divergence():
     transfer = transfer_of()
-    hidden = transfer.before[0]
+    hidden = transfer.teacher_inputs[0]
     with torch.no_grad():
         teacher = transfer.teacher.attention_logits(transfer.layer, hidden)
         logits = torch.randn_like(teacher)
@@ -465,7 +471,10 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
 
 
 def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypatch):
-    """A second run with the same `--work` directory reads the blocks from there."""
+    """A second run with the same `--work` directory reads the blocks from there.
+
+    Blocks of another version of the algorithm are not used.
+    """
     teacher = write_teacher(tmp_path, tokenizer_dir)
     work = ["--work", str(tmp_path / "work")]
     assert distill(tmp_path, teacher, *work) == 0
@@ -478,6 +487,12 @@ def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypat
     assert distill(tmp_path, teacher, *work) == 0
     second = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert second["comparison"] == first["comparison"]
+
+    monkeypatch.undo()
+    monkeypatch.setattr("neobert.distillation.command.TRANSFER_VERSION", 0)
+    (tmp_path / "out").rename(tmp_path / "second")
+    assert distill(tmp_path, teacher, *work) == 0
+    assert len(list((tmp_path / "work").rglob("blocks-*.safetensors"))) == 2
 
 
 def test_hidden_states_are_trained_for_every_token(tmp_path, tokenizer_dir):

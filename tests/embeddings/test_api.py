@@ -1,7 +1,9 @@
 """Tests of the methods of `PackedEncoder`: they return the results of sentence-transformers."""
 
+import copy
 import doctest
 import inspect
+import pickle
 import subprocess
 import sys
 
@@ -73,6 +75,14 @@ def test_precisions_match_sentence_transformers(pair, precision):
     assert (embeddings != expected).mean() < 0.01
 
 
+@pytest.mark.parametrize("precision", ["float32", "int8", "uint8", "binary", "ubinary"])
+def test_no_texts_have_the_dtype_and_the_width_of_the_precision(pair, precision):
+    _, encoder = pair
+    expected = encoder.encode(TEXTS, precision=precision)
+    embeddings = encoder.encode([], precision=precision)
+    assert embeddings.dtype == expected.dtype and embeddings.shape == (0, expected.shape[1])
+
+
 @pytest.mark.parametrize("precision", ["int8", "uint8"])
 def test_int8_is_that_of_version_6_and_clips(precision):
     """Codes equal those of sentence-transformers 6, also of values outside of the ranges."""
@@ -141,9 +151,31 @@ def test_wrong_arguments_are_refused(pair):
     for size in (0, 65):
         with pytest.raises(UserError, match=f"`truncate_dim` must be between 1 and 64, got {size}"):
             encoder.encode(TEXTS, truncate_dim=size)
+    for texts, message in (([None], "got NoneType as text 0"), (["a", 1.5], "got float as text 1")):
+        with pytest.raises(UserError, match=f"`texts` must contain strings, {message}"):
+            encoder.encode(texts)
+    with pytest.raises(UserError, match="must be valid Unicode, got a lone surrogate in text 1"):
+        encoder.encode(["a", "b \ud83d"])
     # In older versions, the second argument was a prompt, so it must not become a prompt name.
     with pytest.raises(TypeError):
         encoder.encode(TEXTS, "find: ")
+
+
+def test_a_model_with_an_unknown_dtype_or_length_is_refused(model_folder):
+    for dtype in ("float64", "fp16", torch.float32):
+        with pytest.raises(UserError, match=f"`dtype` must be auto, .* or int8, got '?{dtype}"):
+            PackedEncoder(model_folder, dtype=dtype)
+    with pytest.raises(UserError, match="`max_length` must be at least 3, got 2"):
+        PackedEncoder(model_folder, dtype="float32", max_length=2)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_return_the_same_embeddings(model_folder, copy_of):
+    """An encoder can be copied and sent to another process, in spite of its prepacked weights."""
+    encoder = PackedEncoder(model_folder, dtype="float32", device="cpu")
+    copied = copy_of(encoder)
+    assert copied._forward is not None and copied._forward is not encoder._forward
+    assert np.array_equal(copied.encode(TEXTS), encoder.encode(TEXTS))
 
 
 def test_arguments_have_the_names_of_sentence_transformers():

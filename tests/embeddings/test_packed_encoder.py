@@ -33,6 +33,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
+from neobert.embeddings import cpu_forward
 from neobert.embeddings.cpu_forward import CpuForward, FloatBlock
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
 from neobert.encoding.options import OPTIONS
@@ -229,6 +230,22 @@ def test_models_unsupported_by_cpu_forward(tiny_config, change):
 
     assert not CpuForward.supports(model)
     assert CpuForward.supports(NeoBERTModel(NeoBERTConfig(**tiny_config)).eval())
+
+
+def test_another_thread_may_replace_the_cached_angles(tiny_config, monkeypatch):
+    """A text keeps its own angles if a call for a shorter text replaces the cached ones."""
+    model = NeoBERTModel(NeoBERTConfig(**tiny_config)).eval().requires_grad_(False)
+    forward = CpuForward(model)
+    text = np.ones(600, np.int32)
+    expected = forward([text])
+    forward.angles = forward.angles[:512]
+
+    def run_other_thread(rows):
+        forward.angles = forward.angles[:512]
+        return packed_linear.number_of_rows(rows)
+
+    monkeypatch.setattr(cpu_forward, "number_of_rows", run_other_thread)
+    assert torch.equal(forward([text]), expected)
 
 
 def test_hidden_states_without_prepacked_weights_are_the_same(tiny_config, monkeypatch):

@@ -251,6 +251,24 @@ def test_bytes_that_are_no_text_are_refused(model_folder, encoder, tmp_path):
         embed(tmp_path / "a.parquet", tmp_path / "out", model_folder, encoder, keep=["id:text"])
 
 
+def test_string_views_are_copied(model_folder, encoder, tmp_path):
+    """Columns of views, which other libraries write, are copied as strings and bytes."""
+    # Earlier versions of pyarrow cannot write this type to a parquet file.
+    pytest.importorskip("pyarrow", minversion="22")
+    columns = {
+        "id": pyarrow.array(["x", None], pyarrow.string_view()),
+        "bytes": pyarrow.array([b"\xff", None], pyarrow.binary_view()),
+    }
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a", "b"], **columns}), tmp_path / "a.parquet"
+    )
+    embed(tmp_path / "a.parquet", tmp_path / "out", model_folder, encoder, keep=list(columns))
+    table, _ = read_parquet(tmp_path / "out")
+    assert {name: table[name].to_pylist() for name in columns} == {
+        name: values.to_pylist() for name, values in columns.items()
+    }
+
+
 # (values of a column, type of the output, values of the output).
 COLUMNS = [
     ([7, None, -2, 2**60], pyarrow.int64(), [7, None, -2, 2**60]),

@@ -36,7 +36,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 
 from neobert.common.errors import UserError
 from neobert.encoding import parts
-from neobert.encoding.folder import Folder, clear, new_file
+from neobert.encoding.folder import Folder, create_file_once, remove_stale_temporary_files
 from neobert.encoding.manifest import Manifest
 
 
@@ -219,7 +219,7 @@ def test_temporary_files_of_unfinished_files_are_kept(tmp_path, source):
     temporary = {}
     for name in names:
         # The process would be killed at the end of the block.
-        with new_file(filesystem, str(tmp_path / name)):
+        with create_file_once(filesystem, str(tmp_path / name)):
             (path,) = tmp_path.glob(".*.tmp")
             temporary[name] = path.name
         (tmp_path / name).unlink()
@@ -230,12 +230,12 @@ def test_temporary_files_of_unfinished_files_are_kept(tmp_path, source):
     def remaining():
         return {path.name for path in tmp_path.glob(".*.tmp")}
 
-    clear(filesystem, f"{tmp_path}/{source}")
+    remove_stale_temporary_files(filesystem, f"{tmp_path}/{source}")
     assert remaining() == set(temporary.values())
 
     for name in ("a-00000.parquet", "x.y[1]-00000.parquet", "_metadata.json"):
         (tmp_path / name).write_text("x")
-    clear(filesystem, f"{tmp_path}/{source}")
+    remove_stale_temporary_files(filesystem, f"{tmp_path}/{source}")
     kept = [name for name in names if not (tmp_path / name).exists()] if source == "" else names[1:]
     assert remaining() == {temporary[name] for name in kept}
     assert kept[0] == "a-00001.parquet"

@@ -33,8 +33,8 @@ from neobert.common.errors import UserError, one_line
 from neobert.common.files import read_json
 from neobert.common.identity import model_digest
 from neobert.common.loading import load_tokenizer
-from neobert.common.pooling import write_sentence_transformers
 from neobert.common.results import write_result
+from neobert.common.sentence_transformers_files import write_sentence_transformers
 from neobert.common.tables import markdown_table
 from neobert.export import command as export_command
 from neobert.export import onnx, openvino

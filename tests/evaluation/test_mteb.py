@@ -35,7 +35,7 @@ from neobert.evaluation.mteb import (
     choose_tasks,
     fingerprint,
     main,
-    read_instructions,
+    resolve_instructions,
 )
 from neobert.evaluation.mteb_tables import averages, write_tables
 from neobert.evaluation.options import BENCHMARKS, OPTIONS
@@ -489,8 +489,8 @@ def test_instructions_from_file(tmp_path, ending):
         else "STS12: 'Find: the same.'\nSTS: All others.\n"
     )
 
-    assert read_instructions(str(path), choose_tasks(["STS12", "STS13"])) == instructions
-    assert read_instructions("mteb", []) == {} and read_instructions("none", []) is None
+    assert resolve_instructions(str(path), choose_tasks(["STS12", "STS13"])) == instructions
+    assert resolve_instructions("mteb", []) == {} and resolve_instructions("none", []) is None
 
 
 def test_invalid_input_is_reported(model_folder, tmp_path):
@@ -509,7 +509,7 @@ def test_invalid_input_is_reported(model_folder, tmp_path):
         ),
     ):
         with pytest.raises(UserError, match=message):
-            read_instructions(choice, sts)
+            resolve_instructions(choice, sts)
 
     for options, message in (
         (["--tasks", "Nope"], "must name tasks or benchmarks of MTEB, got 'Nope'"),

@@ -9,7 +9,7 @@ import torch
 from helpers.export_models import build, write_tokenizer
 
 from neobert import NeoBERTModel
-from neobert.common.pooling import save_for_all_versions
+from neobert.common.sentence_transformers_files import save_for_all_versions
 
 
 # Without this variable, the converter of OpenVINO sends usage data to Intel.

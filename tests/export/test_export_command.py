@@ -322,9 +322,10 @@ def test_comparison_detects_one_wrong_token(reference):
     # Values at padding positions are not compared.
     for error in (None, "padding"):
         agreement = comparison.agreement(partial(run, error=error))
-        assert (agreement.token, agreement.pooled) == pytest.approx((1, 1), abs=1e-6)
+        cosines = (agreement.token_cosine, agreement.pooled_cosine)
+        assert cosines == pytest.approx((1, 1), abs=1e-6)
     for error in ("token", "pooled"):
-        worst = getattr(comparison.agreement(partial(run, error=error)), error)
+        worst = getattr(comparison.agreement(partial(run, error=error)), f"{error}_cosine")
         assert worst == pytest.approx(-1, abs=1e-6)
 
     with pytest.raises(UserError, match="last_hidden_state must have the shape .*, got nothing"):

@@ -349,7 +349,7 @@ def test_comparison_detects_wrong_qkv_order(make, published_order):
     """Check that the comparison of these tests detects the wrong order of rows in `attn_qkv`."""
     source = make()
     engine = gguf_engine.Engine(export(source))
-    assert Reference(source).agreement(engine.run).token < 0.9
+    assert Reference(source).agreement(engine.run).token_cosine < 0.9
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_outputs_match_torch(make, model_class, dtype, min_cosine):
     source = make(model_class, **labels)
     engine = gguf_engine.Engine(export(source, "--dtype", dtype))
     agreement = Reference(source).agreement(engine.run)
-    assert agreement.pooled > min_cosine and (agreement.token or 1) > min_cosine
+    assert agreement.pooled_cosine > min_cosine and (agreement.token_cosine or 1) > min_cosine
 
 
 def test_check_compares_existing_file(make, published_order, monkeypatch, capsys):
@@ -500,7 +500,7 @@ def test_unsupported_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="WordPiece tokenizer for GGUF, got .*pre_tokenizer Whitespace"
     ):
-        gguf_file.describe_tokenizer(writer, tokenizer, SMALL["vocab_size"])
+        gguf_file.add_tokenizer_keys(writer, tokenizer, SMALL["vocab_size"])
 
 
 # ------------------------------------------------------------------------------------------------

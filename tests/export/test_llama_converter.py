@@ -73,7 +73,7 @@ def test_patched_converter_writes_the_model(pooling, tmp_path):
     type("Converter", (NeoBert, BertModel), {})(tmp_path, path).write()
 
     expected_writer = gguf.GGUFWriter(None, gguf_file.ARCHITECTURE)
-    gguf_file.describe_model(expected_writer, model, pooling, "f32")
+    gguf_file.add_model_keys(expected_writer, model, pooling, "f32")
     assert gguf_file.largest_error(path, model, expected_writer) == 0
 
     # `largest_error` ignores keys that are missing in the file, because they may have defaults.

@@ -288,7 +288,7 @@ def test_large_models_use_external_data(
 
     transformers.js only downloads this file if config.json lists it.
     """
-    monkeypatch.setattr(target, "LARGEST_FILE", 1000)
+    monkeypatch.setattr(target, "MAX_WEIGHT_BYTES", 1000)
     command.main(["onnx", str(sentence_folder), str(tmp_path / "out")])
     graph = tmp_path / "out" / "onnx" / "model.onnx"
     assert graph.with_suffix(".onnx_data").stat().st_size > 100_000

@@ -84,7 +84,7 @@ def test_quantization_scale_axis():
         x = ops.parameter([1, 48], np.float32)
         stored = weight if transposed else np.ascontiguousarray(weight.T)
         model = openvino.Model([ops.matmul(x, ops.constant(stored), False, transposed)], [x], "one")
-        target._compress(model)
+        target._quantize(model)
 
         inputs = generator.normal(size=(1, 48)).astype(np.float32)
         options = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from helpers.glue_runs import make_world, run  # noqa: F401
 
-from neobert.finetuning import baselines
-from neobert.finetuning import command as glue
-from neobert.finetuning import data as glue_rows
-from neobert.finetuning.options import SelectionOptions
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning import baselines, glue_data
+from neobert.finetuning import glue_command as glue
+from neobert.finetuning.glue_options import SelectionOptions
+from neobert.finetuning.glue_tasks import TASKS
 
 
 POSITIVE = [f"a good film about {i} houses" for i in range(40)]
@@ -97,11 +96,11 @@ def test_training_characters_are_limited(monkeypatch):
 def test_coefficients_are_limited(monkeypatch):
     """The number of classes times the number of features is limited, also for pairs."""
     sizes = []
-    linear_model = baselines._linear_model
+    logistic = baselines._logistic
 
     class Recorder:
         def __init__(self, *arguments, **options):
-            self.model = linear_model(*arguments, **options)
+            self.model = logistic(*arguments, **options)
 
         def fit(self, features, labels):
             sizes.append(features.shape[1] * len(set(labels)))
@@ -113,7 +112,7 @@ def test_coefficients_are_limited(monkeypatch):
             return self.model.predict(features)
 
     _, unlimited = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
-    monkeypatch.setattr(baselines, "_linear_model", Recorder)
+    monkeypatch.setattr(baselines, "_logistic", Recorder)
     monkeypatch.setattr(baselines, "ROWS_AT_ONCE", 3)
     # The predictions in chunks are the same.
     _, chunked = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
@@ -177,7 +176,7 @@ def test_mnli_standard_error_combines_both_dev_splits():
         "validation_mismatched": np.array([0, 0, 1]),
     }
     predictions = {name: np.zeros(len(values), dtype=int) for name, values in labels.items()}
-    value, error = glue_rows.score_and_error(TASKS["mnli"], predictions, labels)
+    value, error = glue_data.score_and_error(TASKS["mnli"], predictions, labels)
     assert value == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert error == pytest.approx(math.sqrt(1 / 4 / 4 + 2 / 9 / 3) / 2)
 
@@ -188,12 +187,12 @@ def test_baselines_exclude_held_out_rows():
     splits = {"train": texts, "validation": {"sentence": TEST_TEXTS, "label": [1, 0, 0, 0]}}
     selection = SelectionOptions(heldout_fraction=0.5)
 
-    majority, tfidf = glue_rows.task_baselines(TASKS["sst2"], splits, selection)
+    majority, tfidf = glue_data.task_baselines(TASKS["sst2"], splits, selection)
     assert (majority.train_rows, majority.value) == (30, 1 / 4)
     assert (tfidf.metric, tfidf.value) == ("accuracy", 3 / 4)
 
     # No rows are held out if the dev set selects the checkpoint.
-    majority, _ = glue_rows.task_baselines(TASKS["sst2"], splits, SelectionOptions(selection="dev"))
+    majority, _ = glue_data.task_baselines(TASKS["sst2"], splits, SelectionOptions(selection="dev"))
     assert majority.train_rows == 60
 
 

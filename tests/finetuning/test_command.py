@@ -15,12 +15,10 @@ from transformers import DistilBertConfig
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.embeddings import windows
-from neobert.finetuning import data as glue_rows
-from neobert.finetuning import glue_run
+from neobert.finetuning import glue_data, glue_run, glue_tasks
 from neobert.finetuning import model as glue_model
-from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning.options import OPTIONS, GlueRun, Hyperparameters, SelectionOptions
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning.glue_options import GLUE_OPTIONS, GlueRun, Hyperparameters, SelectionOptions
+from neobert.finetuning.glue_tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ def test_mnli_score_averages_matched_and_mismatched():
     slices = {"heldout": slice(0, 1), "validation_matched": slice(1, 3)}
     slices["validation_mismatched"] = slice(3, 6)
 
-    values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    values = glue_data.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
     assert values["validation_matched_accuracy"] == pytest.approx(1 / 2)
     assert values["validation_mismatched_accuracy"] == pytest.approx(1 / 3)
     # The dev score is the mean of the two accuracies, not the accuracy over all rows (2 / 5).
@@ -76,7 +74,7 @@ def test_mnli_score_averages_matched_and_mismatched():
 
     # Without held-out rows, the dev set selects the checkpoint.
     del slices["heldout"]
-    values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    values = glue_data.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
     assert values["score"] == values["dev_score"]
 
 
@@ -103,7 +101,7 @@ def test_presets_and_defaults_match_the_paper():
     argv = ["--task", "all", "--model", "m"]
 
     def combinations(task, *arguments):
-        return OPTIONS["glue"].read([*argv, *arguments]).combinations(TASKS[task])
+        return GLUE_OPTIONS.read([*argv, *arguments]).combinations(TASKS[task])
 
     for task, rows in paper.items():
         for preset, row in zip(("neobert-4096", "neobert-1024"), rows):
@@ -124,7 +122,7 @@ def test_presets_and_defaults_match_the_paper():
     }
     assert {combination.batch_size for combination in grid} == {2, 4, 8, 16, 32}
 
-    options = OPTIONS["glue"].read(argv)
+    options = GLUE_OPTIONS.read(argv)
     assert (options.selection.patience, options.selection.max_eval_interval) == (15, 500)
     assert (options.optimization.warmup_ratio, options.model.head_dropout) == (0.06, 0.1)
     assert options.optimization.seeds == [1, 2, 3]
@@ -143,7 +141,7 @@ def test_the_learning_rate_depends_on_the_hidden_size():
     """
 
     def rate(hidden_size, *arguments):
-        options = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *arguments])
+        options = GLUE_OPTIONS.read(["--task", "sst2", "--model", "m", *arguments])
         (hyperparameters,) = options.combinations(TASKS["sst2"], hidden_size)
         assert (hyperparameters.batch_size, hyperparameters.weight_decay) in (
             (32, 1e-2),
@@ -224,7 +222,7 @@ def make_run(*arguments):
     """Return a run of SST-2 with fixed hyperparameters and additional command-line arguments."""
     argv = ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *arguments]
     hyperparameters = Hyperparameters(batch_size=32, learning_rate=1e-3, weight_decay=0.0)
-    return GlueRun(OPTIONS["glue"].read(argv), TASKS["sst2"], hyperparameters, seed=1)
+    return GlueRun(GLUE_OPTIONS.read(argv), TASKS["sst2"], hyperparameters, seed=1)
 
 
 def test_run_directory_depends_on_result_affecting_options():
@@ -262,15 +260,15 @@ def test_held_out_rows_are_not_trained_on(world, monkeypatch, characters):
     monkeypatch.setattr(windows, "_CHARACTERS", characters)
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
-    train, evaluation, slices = glue_rows.prepare(
+    train, evaluation, slices = glue_data.prepare(
         TASKS["sst2"], splits, tokenizer, SelectionOptions(), 64
     )
     # Of 160 training rows a tenth is held out. The 40 dev rows follow the held-out rows.
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)})
 
-    kept, held_out = glue_rows.split_heldout(160, 0.1, 2000)
+    kept, held_out = glue_data.split_heldout(160, 0.1, 2000)
     assert sorted(kept + held_out) == list(range(160)), "Each row must be in exactly one part."
-    assert len(glue_rows.split_heldout(100_000, 0.1, 2000)[1]) == 2000
+    assert len(glue_data.split_heldout(100_000, 0.1, 2000)[1]) == 2000
 
     texts = [splits["train"]["sentence"][i] for i in held_out]
     ids = evaluation["input_ids"][:16]
@@ -283,7 +281,7 @@ def test_held_out_rows_are_a_random_sample():
 
     About 50 rows of each half of 1,000 rows must be held out.
     """
-    _, held_out = glue_rows.split_heldout(1000, 0.1, 2000)
+    _, held_out = glue_data.split_heldout(1000, 0.1, 2000)
     first_half = sum(row < 500 for row in held_out)
     assert len(held_out) == 100 and 30 < first_half < 70
 
@@ -291,7 +289,7 @@ def test_held_out_rows_are_a_random_sample():
 def test_at_least_one_row_is_held_out():
     """Held-out rows select the checkpoint, so at least one row is held out."""
     for rows in (2, 5, 9, 10, 19, 20):
-        kept, held_out = glue_rows.split_heldout(rows, 0.1, 2000)
+        kept, held_out = glue_data.split_heldout(rows, 0.1, 2000)
         assert len(held_out) == max(1, rows // 10)
         assert sorted(kept + held_out) == list(range(rows))
 

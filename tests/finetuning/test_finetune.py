@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from neobert.cli import main
 from neobert.common.errors import UserError
 from neobert.common.files import write_json
-from neobert.common.pooling import write_pooling
+from neobert.common.sentence_transformers_files import write_pooling
 from neobert.embeddings import windows
 from neobert.finetuning import comparison, evaluation, finetune_card, plots, token_baselines
 from neobert.finetuning.comparison import Baselines, Result, compare
@@ -263,17 +263,18 @@ def test_mean_distance_of_numeric_labels():
     """The mean distance is computed between numeric class names, and is None for other names."""
     task = TextTask("classification", ("text",), ("stars",), ("1", "2", "5"))
     assert evaluation.mean_distance(task, [0, 1, 2], np.array([0, 2, 0])) == (0 + 3 + 4) / 3
-    named_task = TextTask("classification", ("text",), ("stars",), ("bad", "good"))
-    assert evaluation.mean_distance(named_task, [0], np.array([1])) is None
+    for names in (("bad", "good"), ("1", "nan")):
+        named_task = TextTask("classification", ("text",), ("stars",), names)
+        assert evaluation.mean_distance(named_task, [0], np.array([1])) is None
 
 
 def test_truncated_words_count_as_errors_with_plain_tags():
     """A truncated word never has the correct tag, not even that of the first label."""
     task = TextTask("tokens", ("tokens",), ("tags",), ("N", "V"))
     examples = Examples([("a b c",)], [["V", "N", "N"]], [[(0, 1), (2, 3), (4, 5)]])
-    part = evaluation.Part(examples, None, [np.array([1, 2, -1])], 1)
+    part = evaluation.TokenizedSplit(examples, None, [np.array([1, 2, -1])], 1)
     logits = np.array([[[0, 0], [0, 1], [1, 0], [0, 0]]])
-    predicted = evaluation.predictions(task, part, logits)
+    predicted = evaluation.decode_predictions(task, part, logits)
     assert predicted == [["V", "N", "O"]]
     accuracy = evaluation.metric_values(task, examples.labels, predicted)["word_accuracy"]
     assert accuracy == pytest.approx(2 / 3)

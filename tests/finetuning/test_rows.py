@@ -47,6 +47,8 @@ def rows_with(labels, column="label", copies=10):
         ([0.5, 2], "regression", ()),
         (list(range(60)), "regression", ()),
         ([["x"], ["y", "x"], []], "multi-label", ("x", "y")),
+        ([["x", None], ["y"]], "multi-label", ("x", "y")),
+        ([[0], [0, 1]], "multi-label", ("0", "1")),
     ],
 )
 def test_the_task_is_inferred_from_the_labels(tmp_path, labels, name, expected):
@@ -326,15 +328,16 @@ def test_class_numbers_out_of_range_are_reported(tmp_path, column, number):
 
 def test_lone_surrogates_are_replaced(tmp_path):
     """One half of a surrogate pair, which no tokenizer can encode, becomes U+FFFD."""
-    spans = [{"start": 0, "end": 1, "label": "A"}]
+    spans = [{"start": 0, "end": 1, "label": "\ud83d"}]
     rows = {
-        "labels": [{"text": f"\ud83d {i}", "label": "ab"[i % 2]} for i in range(20)],
-        "tags": [{"tokens": ["\ud83d", str(i)], "tags": ["B-A", "O"]} for i in range(20)],
+        "labels": [{"text": f"\ud83d {i}", "label": "a\ud83d"[i % 2]} for i in range(20)],
+        "tags": [{"tokens": ["\ud83d", str(i)], "tags": ["B-\ud83d", "O"]} for i in range(20)],
         "spans": [{"text": f"\ud83d {i}", "spans": spans} for i in range(20)],
     }
     for name, content in rows.items():
-        _, splits = read(tmp_path / name, content)
+        task, splits = read(tmp_path / name, content)
         assert {text[:2] for (text,) in splits.train.texts} == {"\ufffd "}
+        assert {label[-1] for label in task.labels} == {"\ufffd", "a" if name == "labels" else "O"}
 
 
 def test_label_numbers_of_the_model_are_kept(tmp_path):
@@ -370,7 +373,8 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
         ([{"text": 3, "label": "x"}], {}, "row 1: a text must be a string, got 3"),
         ([{"text": "a", "label": "x"}] * 9, {"task": "regression"}, "must be a number, got"),
         ([{"text": "a", "label": "x"}], {"text_column": ["label"]}, "must be different columns"),
-        (rows_with(["a", "b"], copies=2), {}, "must have at least 2 rows, got"),
+        (rows_with(["a", "b"], copies=2), {}, "got 0. .* Labels of fewer than 3 texts stay"),
+        (rows_with([[1, 0], [0, 1]]), {}, "not a 0 or 1 per label, got .1, 0.. Write the names"),
         (rows_with([[]], "spans"), {}, "at least one label or span, got empty lists in all rows"),
         (rows_with([[]], "spans"), {"task": "tokens"}, "must contain an entity, got none"),
         (

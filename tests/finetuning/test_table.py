@@ -14,11 +14,10 @@ from helpers.jsonl import write_jsonl
 from neobert.common.errors import UserError
 from neobert.common.files import write_json
 from neobert.common.published import GLUE
-from neobert.finetuning import command as glue
-from neobert.finetuning import glue_run
-from neobert.finetuning import table as glue_table
-from neobert.finetuning.options import OPTIONS
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning import glue_command as glue
+from neobert.finetuning import glue_run, glue_table
+from neobert.finetuning.glue_options import GLUE_OPTIONS
+from neobert.finetuning.glue_tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def test_table_layout(tmp_path):
 )
 def test_incomparable_runs_have_separate_rows(options, row):
     """Options that make runs incomparable are part of the name of the row."""
-    assert OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options]).row == row
+    assert GLUE_OPTIONS.read(["--task", "rte", "--model", "m", *options]).row == row
 
 
 def test_published_averages():
@@ -121,7 +120,7 @@ def test_grid_runs_best_combination_with_all_seeds(tmp_path, monkeypatch):
         return {"score": score, "selected": {"score": selected}, "last": {"score": score}}
 
     monkeypatch.setattr(glue, "fine_tune", fine_tune)
-    options = OPTIONS["glue"].read(
+    options = GLUE_OPTIONS.read(
         [
             *("--task", "sst2", "--model", "mine", "--output", str(tmp_path), "--grid"),
             *("--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"),
@@ -138,7 +137,7 @@ def test_grid_runs_best_combination_with_all_seeds(tmp_path, monkeypatch):
 def test_starts_from_mnli_run_with_best_selection_score(tmp_path):
     """Tasks start from the MNLI run of the same row with the highest selection score."""
     argv = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
-    options = OPTIONS["glue"].read(argv)
+    options = GLUE_OPTIONS.read(argv)
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
         if seed == 1:

@@ -13,10 +13,9 @@ import pytest
 from helpers.glue_runs import make_world, run  # noqa: F401
 
 from neobert.common.errors import UserError
-from neobert.finetuning import glue_run
-from neobert.finetuning import tasks as glue_tasks
-from neobert.finetuning.options import OPTIONS, Hyperparameters
-from neobert.finetuning.tasks import TASKS
+from neobert.finetuning import glue_run, glue_tasks
+from neobert.finetuning.glue_options import GLUE_OPTIONS, Hyperparameters
+from neobert.finetuning.glue_tasks import TASKS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ def test_default_name_and_grid_values():
     """The default name is that of the resolved directory, and --grid-values sets the grid."""
     arguments = ["--task", "sst2", "--model", "here/sub/..", "--grid"]
     grid = "{batch_size: [3], learning_rate: [1e-4], weight_decay: [0]}"
-    options = OPTIONS["glue"].read([*arguments, "--grid-values", grid])
+    options = GLUE_OPTIONS.read([*arguments, "--grid-values", grid])
     # The name is a directory below the output, so it must not be "..".
     assert options.name == "here"
     (hyperparameters,) = options.combinations(TASKS["sst2"])

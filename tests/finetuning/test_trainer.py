@@ -11,7 +11,7 @@ from helpers.glue_runs import make_world, run  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from neobert.finetuning.tasks import TASKS, load_task
+from neobert.finetuning.glue_tasks import TASKS, load_task
 
 
 pytestmark = pytest.mark.slow

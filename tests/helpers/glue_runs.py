@@ -13,8 +13,8 @@ from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 for _name in ("accelerate", "datasets", "sklearn", "scipy"):
     pytest.importorskip(_name)
-from neobert.finetuning import command as glue  # noqa: E402
-from neobert.finetuning import table as glue_table  # noqa: E402
+from neobert.finetuning import glue_command as glue  # noqa: E402
+from neobert.finetuning import glue_table  # noqa: E402
 
 
 GOOD = "good great lovely bright happy".split()

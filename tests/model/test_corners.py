@@ -292,6 +292,17 @@ def test_int32_labels():
     assert torch.equal(masked_lm(ids, labels=ids.int()).loss, masked_lm(ids, labels=ids).loss)
 
 
+@pytest.mark.parametrize("unpad_inputs", [True, False])
+def test_uint8_labels_at_padding(unpad_inputs):
+    """Labels of type uint8, which cannot be -100, give the same loss as int64."""
+    ids, mask = random_batch([9, 4])
+    model = make_model(NeoBERTForTokenClassification, num_labels=2)
+    labels = ids % 2
+    batch = {"input_ids": ids, "attention_mask": mask, "unpad_inputs": unpad_inputs}
+    expected = model(**batch, labels=labels).loss
+    assert torch.equal(model(**batch, labels=labels.to(torch.uint8)).loss, expected)
+
+
 def test_invalid_labels_are_rejected():
     """Boolean labels and multi-label values outside of [0, 1] raise errors."""
     ids = random_batch([9])[0]

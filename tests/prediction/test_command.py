@@ -652,7 +652,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     content = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").unlink()
 
-    write = command.Prediction._write_part
+    write = command.PartWriter.write
     written = []
 
     def interrupt(self, classifier, path, file, rows):
@@ -661,7 +661,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
         written.append(path.name)
         return write(self, classifier, path, file, rows)
 
-    monkeypatch.setattr(command.Prediction, "_write_part", interrupt)
+    monkeypatch.setattr(command.PartWriter, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [], model, "--rows", "5")
     assert not (tmp_path / "out.jsonl").exists()
@@ -670,9 +670,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
         run(tmp_path, [], model, "--rows", "6")
 
     calls = []
-    monkeypatch.setattr(
-        command.Prediction, "_write_part", lambda *args: calls.append(1) or write(*args)
-    )
+    monkeypatch.setattr(command.PartWriter, "write", lambda *args: calls.append(1) or write(*args))
     predictions, summary = run(tmp_path, [], model, "--rows", "5")
     assert len(calls) == 3 and summary.rows == 24
     assert (tmp_path / "out.jsonl").read_bytes() == content and predictions == expected
@@ -727,15 +725,21 @@ def test_the_record_replaces_no_file_of_the_user(tmp_path, model):
 
 
 @pytest.mark.parametrize("output", ["out.csv", "out.parquet", "out.jsonl"])
-def test_columns_that_the_first_row_lacks_are_not_lost(tmp_path, model, output):
-    """A column that appears in a later row is copied to .jsonl, and an error in other formats."""
+def test_columns_that_some_rows_lack_are_not_lost(tmp_path, model, output):
+    """A column that some rows lack is copied to .jsonl, and an error in other formats."""
     rows = [{"text": "a film"}, {"text": "a film", "note": "x"}]
-    if output == "out.jsonl":
-        predictions, _ = run(tmp_path, rows, model, output=output)
-        assert [row.get("note") for row in predictions] == [None, "x"]
-        return
-    with pytest.raises(UserError, match="row 2: the first row has no column 'note'"):
-        run(tmp_path, rows, model, output=output)
+    for order, message in ((1, "row 2: the first row has no"), (-1, "row 2: there is no")):
+        folder = tmp_path / str(order)
+        if output == "out.jsonl":
+            predictions, _ = run(folder, rows[::order], model, output=output)
+            assert [row.get("note") for row in predictions] == [None, "x"][::order]
+            continue
+        with pytest.raises(UserError, match=f"{message} column 'note'"):
+            run(folder, rows[::order], model, output=output)
+
+    # Every row needs the column of the text.
+    with pytest.raises(UserError, match="row 2: there is no column 'text'"):
+        run(tmp_path / "text", [rows[1], {"note": "x"}], model, output=output)
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,8 @@ def test_evaluation_without_validation_texts_is_refused(corpus, tmp_path):
 def test_unknown_scheduler_options_are_reported(corpus, tmp_path, capsys):
     arguments = [*arguments_of(corpus, tmp_path), "--lr-scheduler-kwargs", "{foo: 1}"]
     assert cli.main(["pretrain", *arguments]) == 2
-    assert "does not accept `lr_scheduler_kwargs`" in capsys.readouterr().err
+    message = "`lr_scheduler_type` warmup_stable_decay does not accept `lr_scheduler_kwargs`"
+    assert message in capsys.readouterr().err
 
 
 def test_scheduler_options_without_a_scheduler_change_the_default(corpus, tmp_path):

@@ -153,7 +153,7 @@ def test_prepared_texts_may_be_anywhere_in_the_output(corpus, tmp_path, prepared
     """Check which directories the output may contain before the run."""
     out = tmp_path / "out"
     run = pretrain.read_run(arguments_of(corpus, out, prepared=out / prepared))
-    assert run_output(run).beside - {LOCK} == allowed
+    assert run_output(run).preexisting - {LOCK} == allowed
 
 
 def test_output_is_locked_before_loading_texts_and_model(corpus, tmp_path, monkeypatch):
@@ -187,7 +187,9 @@ def test_output_is_locked_before_converting_a_raw_checkpoint(corpus, tmp_path, m
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY))
     write_raw_checkpoint(model.state_dict(), model.config, tmp_path / "raw", 2, torch.float32)
     conversions = []
-    monkeypatch.setattr(model_module, "write_start", lambda *paths: conversions.append(paths))
+    monkeypatch.setattr(
+        model_module, "write_initial_model", lambda *paths: conversions.append(paths)
+    )
 
     options = {"init_from": tmp_path / "raw", "model_config": "{}"}
     run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", **options))

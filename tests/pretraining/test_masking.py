@@ -166,6 +166,21 @@ def test_warmup_stable_decay():
     assert rates == pytest.approx(expected)
 
 
+def test_the_warmup_rises_from_zero():
+    """Check that `min_lr_ratio` does not change the warmup, and that `warmup_type` selects it."""
+    fractions = [i / 4 for i in range(4)]
+    warmups = {
+        "linear": fractions,
+        "cosine": [(1 - math.cos(math.pi * x)) / 2 for x in fractions],
+        "1-sqrt": [1 - math.sqrt(1 - x) for x in fractions],
+    }
+    for warmup_type, expected in warmups.items():
+        kwargs = {"num_decay_steps": 4, "min_lr_ratio": 0.5, "warmup_type": warmup_type}
+        rates = _rates("warmup_stable_decay", 4, 10, kwargs)
+        assert rates[:6] == pytest.approx([*expected, 1.0, 1.0]), warmup_type
+        assert rates[8] == pytest.approx(0.75), "the decay must end at `min_lr_ratio`"
+
+
 @pytest.mark.parametrize(
     "extra",
     [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}],

@@ -355,7 +355,7 @@ def test_unusable_models_are_refused(folder, tmp_path):
     NeoBERTModel.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(backbone)
     AutoTokenizer.from_pretrained(folder / "neobert").save_pretrained(backbone)
     with pytest.raises(
-        UserError, match="no trained masked-LM head: .* decoder.bias, decoder.weight"
+        UserError, match="must have a trained masked-LM head, .* decoder.bias, decoder.weight"
     ):
         run(folder, tmp_path / "out", model=backbone)
 

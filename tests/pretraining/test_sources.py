@@ -7,6 +7,7 @@ prepared texts, which belong to their source and tokenizer.
 import json
 import os
 
+import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict, Features, Value
 from helpers.data_runs import make_tokenizer, prepare, rows_of  # noqa: F401
@@ -35,6 +36,28 @@ def test_prepared_texts_exclude_empty_rows(tmp_path, tokenizer):
     tokens = load_prepared(tmp_path / "out")
     assert [tokenizer.decode(row) for row in tokens.rows["input_ids"]] == ["a river", "green stone"]
     assert tokens.lengths.tolist() == [4, 4], "[CLS] and [SEP] must be counted"
+
+
+def test_damaged_prepared_texts_are_reported(tmp_path, tokenizer):
+    """Check the errors about truncated files of prepared texts, as after an incomplete copy."""
+    (tmp_path / "text.txt").write_text("a river\n" * 3000)
+    path = tmp_path / "out"
+    prepare(str(tmp_path / "text.txt"), path, tokenizer)
+    content = (path / "texts.arrow").read_bytes()
+
+    # pyarrow reads a file that ends between two batches without an error.
+    with pyarrow.ipc.open_stream(path / "texts.arrow") as reader:
+        schema_size = reader.schema.serialize().size
+    batch_size = (len(content) - schema_size) // 3
+    for size in (0, len(content) // 2, schema_size + batch_size):
+        (path / "texts.arrow").write_bytes(content[:size])
+        with pytest.raises(UserError, match="texts.arrow cannot be read.*to tokenize the texts"):
+            load_prepared(path)
+
+    for text in ("[]", '{"dataset": "text.txt"}'):
+        (path / "prepared.json").write_text(text)
+        with pytest.raises(UserError, match="prepared.json must describe"):
+            prepare(str(tmp_path / "text.txt"), path, tokenizer)
 
 
 def test_file_types_and_concatenated_sources(tmp_path):

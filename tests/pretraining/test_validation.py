@@ -23,10 +23,12 @@ from helpers.data_runs import tokenize_texts
 from helpers.pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert.cli import main
+from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import command as pretrain
+from neobert.pretraining import trainer
 from neobert.pretraining.batches import MicroBatches, TokenWindows, boundary_tokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchOptions
@@ -219,6 +221,24 @@ def test_named_validation_sets_before_during_and_after_training(corpus, tmp_path
         "eval_general_loss" in evaluated
     )
     assert not list((tmp_path / "c").iterdir())
+
+
+def test_evaluate_only_prints_the_metrics_alone(corpus, tmp_path, monkeypatch, capsys):
+    """Check that messages of other libraries, such as DeepSpeed, are not in the output."""
+    NeoBERTForMaskedLM(NeoBERTConfig(**TINY)).save_pretrained(tmp_path / "model")
+
+    def evaluate(*arguments):
+        print("Setting accelerator to CPU")
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(trainer, "evaluate_batches", evaluate)
+    texts = corpus / "validation.txt"
+    arguments = arguments_of(corpus, tmp_path / "out", validation=texts, model_config=None)
+    tokenizer = ("--tokenizer", str(TOKENIZER))
+    start = ("--init-from", str(tmp_path / "model"), *tokenizer, "--evaluate-only")
+    capsys.readouterr()
+    assert pretrain.main([*arguments, *start]) == 0
+    assert json.loads(capsys.readouterr().out) == {"eval_loss": 1.0}
 
 
 def test_initial_evaluation_does_not_change_the_losses(corpus, tmp_path, sets):

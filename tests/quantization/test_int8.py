@@ -21,7 +21,13 @@ import torch
 from helpers.encode_runs import make_model_folder  # noqa: F401
 from torch import nn
 
-from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+    modeling_neobert,
+    quantize_int8,
+)
 from neobert.attention_neobert import Packing
 from neobert.common.errors import UserError
 from neobert.common.packing import compile_blocks, pack
@@ -76,7 +82,7 @@ def test_product_matches_int64(rows):
     CPUs without VNNI add two products in 16 bits, and saturate larger sums. There, the weights of
     a pair are limited.
     """
-    limit_pairs = int8_product.must_limit_pairs(even_if_slow=True)
+    limit_pairs = int8_product.check_int8_product(even_if_slow=True)
     largest = 64 if limit_pairs else 127
     weight = torch.randint(-largest, largest + 1, (72, 200), dtype=torch.int8)
     codes = torch.randint(0, 256, (rows, 200), dtype=torch.uint8)
@@ -142,11 +148,11 @@ def measured(monkeypatch):
 
     def set_seconds(*seconds):
         monkeypatch.setattr(int8_product, "_seconds", lambda *args: list(seconds))
-        int8_product.must_limit_pairs.cache_clear()
+        int8_product.check_int8_product.cache_clear()
 
     yield set_seconds
     monkeypatch.undo()
-    int8_product.must_limit_pairs.cache_clear()
+    int8_product.check_int8_product.cache_clear()
 
 
 def test_slow_product_is_rejected_unless_requested(measured, model):
@@ -176,7 +182,7 @@ def test_int8_linear_outputs(limit_pairs):
     Float rounding is tolerated. If an input is halfway between two codes, its code may differ by
     one.
     """
-    if not limit_pairs and int8_product.must_limit_pairs(even_if_slow=True):
+    if not limit_pairs and int8_product.check_int8_product(even_if_slow=True):
         pytest.skip("the int8 product of this CPU saturates without limited pairs")
 
     weight = torch.randn(24, 40)
@@ -211,8 +217,8 @@ def test_int8_norm_returns_codes_and_scales():
         tokens = int8.Int8Norm(norm).eval()(x)
         expected = norm(x).flatten(0, 1)
 
-    # The scales lack a factor, which is part of the next linear layer.
-    scales = tokens.scales * (48**0.5 / 127)
+    # The row factors lack a constant, which is part of the next linear layer.
+    scales = tokens.row_factors * (48**0.5 / 127)
     codes = tokens.codes[:18]
     actual = (codes.float() - 128) * scales
     torch.testing.assert_close(scales[:, 0], expected.abs().amax(1) / 127, rtol=1e-5, atol=0)
@@ -230,7 +236,7 @@ def test_only_outliers_are_smoothed_by_powers_of_two():
     largest[9] = 80
     largest[20], largest[21] = (times * largest.median() for times in (7.5, 8.5))
 
-    factors = smoothing.factors(layer, largest)
+    factors = smoothing.outlier_factors(layer, largest)
     # sqrt(80 / 1.5) is about 8, and sqrt(80 / 1.5 * 16) about 32.
     assert factors[3] == 8 and factors[9] == 32
     assert factors[20] == 1 and factors[21] > 1, "outliers exceed 8 times the median"
@@ -249,7 +255,7 @@ def test_smoothing_factors():
     layer = nn.Linear(7, 3, bias=False)
     nn.init.constant_(layer.weight, 2**-4)
     largest = torch.tensor([1.0, 1, 1, 64, 1, 1, 1])
-    assert smoothing.factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
+    assert smoothing.outlier_factors(layer, largest).tolist() == [1, 1, 1, 2**3, 1, 1, 1]
 
 
 def test_bundled_encoder_is_close_to_float32(bundled_pair):
@@ -267,9 +273,9 @@ def test_bundled_encoder_is_close_to_float32(bundled_pair):
 # Program that quantizes the bundled encoder, on a CPU whose products saturate.
 WITHOUT_VNNI = f"""
 from neobert import NeoBERTModel, quantize_int8
-from neobert.quantization.int8_product import must_limit_pairs
+from neobert.quantization.int8_product import check_int8_product
 
-assert must_limit_pairs(even_if_slow=True)
+assert check_int8_product(even_if_slow=True)
 quantize_int8(NeoBERTModel.from_pretrained({ENCODER!r}), even_if_slow=True)
 """
 
@@ -412,6 +418,15 @@ def test_observe_inputs_returns_the_maximum_over_batches(model):
     assert any(not torch.equal(both[layer], singles[1][layer]) for layer in both)
 
 
+def test_observation_does_not_warn_about_its_hooks(model, monkeypatch):
+    """Check that `observe_inputs` does not log that a model with hooks runs on dense batches."""
+    messages = []
+    monkeypatch.setattr(modeling_neobert.logger, "warning_once", messages.append)
+    ids = torch.arange(8)[None]
+    smoothing.observe_inputs(model, lambda: model(ids, attention_mask=torch.ones_like(ids)))
+    assert not messages and model.config.unpad_inputs
+
+
 def test_balanced_factors():
     """Check the factors max^0.65 / norm^0.35, relative to the median channel.
 
@@ -469,7 +484,7 @@ def test_int8_is_accurate_with_large_outliers(where):
 def test_warn_about_inaccurate_quantization(monkeypatch):
     """`quantize_int8` warns if the int8 model differs too much from the original one."""
     # With this threshold no channel is an outlier, so nothing is smoothed.
-    monkeypatch.setattr(smoothing, "TIMES", 1e9)
+    monkeypatch.setattr(smoothing, "OUTLIER_RATIO", 1e9)
     with pytest.warns(UserWarning, match=r"cosine similarity of 256 random tokens is 0\.[0-8]"):
         quantize_int8(with_outliers("norms"))
 

@@ -18,7 +18,7 @@ def test_an_api_key_is_required_except_for_health_and_metrics():
     """A missing or wrong key is refused with status 401, except for /health and /metrics."""
     with serving("--api-key", "schlüssel") as client:
         body = {"input": "a"}
-        for key in (None, "Bearer schl", "schlüssel", "Bearer other", "bearer schlüssel"):
+        for key in (None, "Bearer schl", "schlüssel", "Bearer other", "Basic schlüssel"):
             headers = {} if key is None else {"Authorization": key.encode()}
             response = client.post("/v1/embeddings", json=body, headers=headers)
             assert response.status_code == 401
@@ -27,8 +27,10 @@ def test_an_api_key_is_required_except_for_health_and_metrics():
             response = client.get("/info", headers=headers)
             assert response.json()["error_type"] == "unauthorized"
 
-        headers = {"Authorization": "Bearer schlüssel".encode()}
-        assert client.post("/v1/embeddings", json=body, headers=headers).status_code == 200
+        # The name of the scheme is case-insensitive.
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            headers = {"Authorization": f"{scheme} schlüssel".encode()}
+            assert client.post("/v1/embeddings", json=body, headers=headers).status_code == 200
         assert client.get("/health").status_code == client.get("/metrics").status_code == 200
 
 
@@ -53,7 +55,7 @@ def test_request_timeout_removes_queued_texts():
     """A request that exceeds the deadline gets status 503, and its waiting texts are removed."""
     release = threading.Event()
     with serving("--timeout", "0.3") as client:
-        queue = client.app.state.serving.embeddings
+        queue = client.app.state.serving.embed_batcher
         function = queue.function
 
         def slow(batch):

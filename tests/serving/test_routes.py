@@ -63,6 +63,12 @@ def test_model_list_token_ids_and_dimensions(client):
     """Check the list of models, token ids as input, and shortened embeddings."""
     models = client.get("/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["sentence-encoder", "reranker", "topics"]
+    for model in models["data"]:
+        assert client.get(f"/v1/models/{model['id']}").json() == model
+    # The name of a model on the Hub contains a slash.
+    response = client.get("/v1/models/user/other")
+    assert response.status_code == 404
+    assert "got 'user/other'" in response.json()["error"]["message"]
 
     texts = ["a bird of prey", "an eagle"]
     ids = AutoTokenizer.from_pretrained(ENCODER)(texts)["input_ids"]
@@ -71,7 +77,9 @@ def test_model_list_token_ids_and_dimensions(client):
         response = client.post("/v1/embeddings", json={"input": request, "model": str(ENCODER)})
         rows = embeddings_of(response)
         assert [row.tobytes() for row in rows] == [row.tobytes() for row in expected]
-    (row,) = embeddings_of(client.post("/v1/embeddings", json={"input": ids[1]}))
+    # Null is the default format, a list of floats.
+    body = {"input": ids[1], "encoding_format": None}
+    (row,) = embeddings_of(client.post("/v1/embeddings", json=body))
     assert row.tobytes() == expected[1].tobytes()
 
     # Shortened embeddings are normalized again.
@@ -283,6 +291,9 @@ def test_info_and_health(client):
     assert (info["max_input_length"], info["max_batch_tokens"]) == (256, 3072)
     assert info["auto_truncate"] is False
     assert client.get("/health").json() == {"status": "ok"}
+    # `wget --spider` and monitors request the headers only.
+    response = client.head("/health")
+    assert response.status_code == 200 and not response.content
 
 
 # ------------------------------------------------------------------------------------------------
@@ -294,7 +305,7 @@ def test_info_and_health(client):
     [
         ("/v1/embeddings", {}, 400, "`input` is required."),
         ("/v1/embeddings", b"{", 400, "the body must be valid JSON: "),
-        ("/v1/embeddings", b"\xff", 400, "There was an error parsing the body"),
+        ("/v1/embeddings", b"\xff", 400, "the body must be JSON in UTF-8, got other bytes"),
         ("/v1/embeddings", {"input": ""}, 400, "`input[0]` must have at least 1 character."),
         ("/v1/embeddings", {"input": 3}, 400, "`input` must be a string, a list of strings, a"),
         ("/v1/embeddings", {"input": [1, "a"]}, 400, "`input[0]` must be a string, a list of"),
@@ -418,7 +429,7 @@ def test_model_exception_gives_status_500(client, monkeypatch):
     def fail(batch):
         raise RuntimeError("out of memory\nat line 3")
 
-    monkeypatch.setattr(client.app.state.serving.embeddings, "function", fail)
+    monkeypatch.setattr(client.app.state.serving.embed_batcher, "function", fail)
     # The exception is raised again, so that the server can log it.
     with pytest.raises(RuntimeError):
         client.post("/v1/embeddings", json={"input": "a"})

@@ -86,7 +86,7 @@ def test_newest_best_and_every_fourth_checkpoint_are_kept(tmp_path):
 
 
 HALF = ("model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth")
-DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[1:3])]
+DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[:3])]
 
 
 @pytest.mark.parametrize("name, how", DAMAGE)
@@ -114,6 +114,18 @@ def test_damaged_checkpoint_is_skipped(whole, tmp_path, caplog, name, how):
     plain_trainer = trainer(folder)
     checkpoints.train(plain_trainer)
     assert same(weights(plain_trainer), whole[1])
+
+
+@pytest.mark.parametrize("content", [b"", b'{"consumed": 4, "sta', b"\xff\xfe"])
+def test_damaged_position_of_a_stream_is_found(whole, tmp_path, content):
+    """Check that a checkpoint with a damaged JSON file, such as stream_0.json, is not readable."""
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(whole[0] / "checkpoint-4", checkpoint)
+    (checkpoint / "stream_0.json").write_text("{}")
+    checkpoints.check_checkpoint(checkpoint)
+    (checkpoint / "stream_0.json").write_bytes(content)
+    with pytest.raises(ValueError, match="^stream_0.json: "):
+        checkpoints.check_checkpoint(checkpoint)
 
 
 def test_checkpoint_is_kept_after_a_transient_error(whole, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..embeddings.windows import text_groups
 from .baselines import BaselineResult, bootstrap_error, fit_baselines, value_and_error
-from .options import SelectionOptions
-from .tasks import Splits, Task, predicted_labels, scores
+from .glue_options import SelectionOptions
+from .glue_tasks import GlueRows, Task, predicted_labels, scores
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def split_heldout(rows: int, fraction: float, max_rows: int) -> tuple[list[int],
 
 def prepare(
     task: Task,
-    splits: Splits,
+    splits: GlueRows,
     tokenizer: PreTrainedTokenizerBase,
     selection: SelectionOptions,
     max_length: int,
@@ -141,7 +141,9 @@ def score_and_error(
     return float(np.mean(values)), math.sqrt(sum(variances)) / len(values)
 
 
-def task_baselines(task: Task, splits: Splits, selection: SelectionOptions) -> list[BaselineResult]:
+def task_baselines(
+    task: Task, splits: GlueRows, selection: SelectionOptions
+) -> list[BaselineResult]:
     """Fit the baselines on a run's training rows and measure them on the dev splits.
 
     Args:

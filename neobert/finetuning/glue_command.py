@@ -24,12 +24,12 @@ from ..common.identity import model_digest
 from ..common.loading import load_tokenizer
 from ..common.options import log_options
 from ..common.results import check_result_files, earlier_result
-from .data import task_baselines
+from .glue_data import task_baselines
+from .glue_options import GLUE_OPTIONS, PRESET_HIDDEN_SIZE, GlueOptions, GlueRun, Hyperparameters
 from .glue_run import check_sizes, fine_tune
+from .glue_table import finished_runs, write_tables
+from .glue_tasks import GlueRows, Task, load_task, parse_tasks, rows_digest
 from .model import encoder_hidden_size
-from .options import OPTIONS, PRESET_HIDDEN_SIZE, GlueOptions, GlueRun, Hyperparameters
-from .table import finished_runs, write_tables
-from .tasks import Splits, Task, load_task, parse_tasks, rows_digest
 from .trainer import process_state
 
 
@@ -42,15 +42,15 @@ class Inputs:
 
     Attributes:
         tokenizer: Tokenizer of the model.
-        revision: Digest of the model's weights.
+        model_digest: Digest of the model's weights.
         hidden_size: Hidden size of the encoder, None if unknown.
         splits: Rows of every task, {task: splits}.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    revision: str
+    model_digest: str
     hidden_size: int | None
-    splits: dict[str, Splits]
+    splits: dict[str, GlueRows]
 
 
 def runs_of_row(options: GlueOptions, task: str) -> list[tuple[float, Path]]:
@@ -118,7 +118,7 @@ def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
             task=task,
             hyperparameters=hyperparameters,
             seed=seed,
-            revision=inputs.revision,
+            model_digest=inputs.model_digest,
             rows=rows,
             start=start,
         )
@@ -180,7 +180,7 @@ def report_baselines(task: Task, results: list[dict]) -> None:
         )
 
 
-def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
+def load_inputs(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
     """Load the inputs and check all tasks before the first one is trained.
 
     Raises:
@@ -194,7 +194,7 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
     check_result_files(output, "glue", table, "table.json", "table.md")
 
     # All rows are read and checked now, because an error in the last task would come hours later.
-    revision = model_digest(model)
+    digest = model_digest(model)
     hidden_size = encoder_hidden_size(model, options.model.trust_remote_code)
     splits = {task.name: load_task(task, options.data.data) for task in tasks}
     for task in tasks:
@@ -204,7 +204,7 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
     for folder, result in finished_runs(output):
         # A row of the table holds one model, and one set of rows of a task.
         previous = result["settings"]
-        is_same = previous["revision"] == revision
+        is_same = previous["revision"] == digest
         if result["row"] == options.row:
             # Tasks that this command does not run keep their rows.
             rows = digests.get(result["task"], previous["rows"])
@@ -214,19 +214,19 @@ def check(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
                 f"`name` {options.name!r} is already used in {folder} for other weights or rows. "
                 "Choose another --name or --output."
             )
-    return Inputs(load_tokenizer(model), revision, hidden_size, splits)
+    return Inputs(load_tokenizer(model), digest, hidden_size, splits)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `neobert glue` and return the exit code."""
-    options = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
+    options = GLUE_OPTIONS.read(sys.argv[1:] if argv is None else argv)
     is_main = process_state().is_main_process
     logger.disabled = not is_main
     if is_main:
         log_options(options)
 
     tasks = parse_tasks(options.data.task)
-    inputs = check(options, tasks)
+    inputs = load_inputs(options, tasks)
     page = ""
     for task in tasks:
         run_task(options, task, inputs)

@@ -10,7 +10,7 @@ from .locate import open_checkpoint
 from .tokenizer import find_tokenizer
 
 
-def write_start(checkpoint: str | Path, folder: str | Path) -> None:
+def write_initial_model(checkpoint: str | Path, folder: str | Path) -> None:
     """Write the masked language model of a raw checkpoint in float32, with its tokenizer.
 
     Equal checkpoints result in equal files.

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from neobert.common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
+from neobert.common.sentence_transformers_files import (
+    REQUIREMENTS,
+    write_pooling,
+    write_sentence_transformers,
+)
 
 
 # Flags of the older form, which has one flag per pooling mode.

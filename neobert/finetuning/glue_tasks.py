@@ -15,8 +15,8 @@ from ..common.errors import UserError, one_line
 if TYPE_CHECKING:
     import numpy as np
 
-# Columns of every split, {split: {column: values}}.
-Splits = dict[str, dict[str, list]]
+# Rows of a task as columns, {split: {column: values}}.
+GlueRows = dict[str, dict[str, list]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def scores(task: Task, predictions: "np.ndarray", labels: "np.ndarray") -> dict[
 # data
 
 
-def load_task(task: Task, source: str) -> Splits:
+def load_task(task: Task, source: str) -> GlueRows:
     """Load the train and dev splits of a task and check every row.
 
     Args:
@@ -159,7 +159,7 @@ def load_task(task: Task, source: str) -> Splits:
             text, or a label is out of range.
     """
     rows = _local_rows if Path(source).is_dir() or "://" in source else _hub_rows
-    splits: Splits = {}
+    splits: GlueRows = {}
     for split in ("train", *task.validation):
         # Columns instead of rows, because tokenizers take columns.
         columns: dict[str, list] = {name: [] for name in (*task.texts, "label")}
@@ -173,7 +173,7 @@ def load_task(task: Task, source: str) -> Splits:
     return splits
 
 
-def rows_digest(splits: Splits) -> str:
+def rows_digest(splits: GlueRows) -> str:
     """Return a digest of 12 hexadecimal digits of the rows of `load_task`."""
     # The order of the rows matters, because it is that of the batches.
     parts = []
@@ -191,7 +191,7 @@ def _local_rows(
 
     # A split is one file or several shards, and its files have the name of the split.
     for file in files(f"{source}/{task.name}/{split}[.-]*"):
-        for number, row in numbered_rows(file, columns, task.texts):
+        for number, row in numbered_rows(file, columns, text_columns=task.texts):
             # Rows are None only if some of them are not wanted.
             assert row is not None
             yield f"{file.url}, row {number + 1:,}", row

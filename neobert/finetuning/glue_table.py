@@ -13,7 +13,7 @@ from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import write_result
 from ..common.tables import markdown_table
 from .baselines import MAX_TRAIN_CHARACTERS, MAX_TRAIN_ROWS
-from .tasks import TASKS
+from .glue_tasks import TASKS
 
 
 NOTE = (

@@ -1,0 +1,46 @@
+"""The file task.json of a model that `neobert finetune` has trained. Does not import pyarrow."""
+
+from typing import TypedDict
+
+from .files import read_json
+from .loading import model_file
+
+
+TASK_FILE = "task.json"
+
+
+class _Keys(TypedDict):
+    task: str
+    text_columns: list[str]
+    labels: list[str]
+    bio: bool
+    max_length: int
+    temperature: float
+    version: str
+
+
+class TaskContent(_Keys, total=False):
+    """Content of task.json.
+
+    Attributes:
+        task: Name of the task, see `TextTask`.
+        text_columns: Column of the text, or the two columns of a pair.
+        labels: Class or tag names in the order of their ids; empty for regression.
+        bio: Whether tags are those of the BIO scheme.
+        max_length: Maximum sequence length in tokens during training.
+        temperature: Temperature of the calibration, by which logits are divided.
+        version: Version of this package.
+        has_spaces: Whether words are separated by spaces. Earlier versions did not write this key.
+    """
+
+    has_spaces: bool
+
+
+def read_task_file(model: str) -> TaskContent | None:
+    """Return the content of task.json of a model, or None if the model does not have the file.
+
+    Args:
+        model: Directory or Hub name of the model.
+    """
+    path = model_file(model, TASK_FILE)
+    return None if path is None else read_json(path)
