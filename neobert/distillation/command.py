@@ -344,7 +344,7 @@ class Distillation:
             student_model.config.to_json_string(),
             options.student.embedding_dtype,
             f"{model.transfer_steps} {options.student.max_length} {self.training.bf16} "
-            f"{options.student.muon}",
+            f"{options.student.muon} {self.training.seed}",
         ]
         texts = self.texts.train
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"

@@ -473,7 +473,7 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
 def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypatch):
     """A second run with the same `--work` directory reads the blocks from there.
 
-    Blocks of another version of the algorithm are not used.
+    Blocks of another seed or another version of the algorithm are not used.
     """
     teacher = write_teacher(tmp_path, tokenizer_dir)
     work = ["--work", str(tmp_path / "work")]
@@ -493,6 +493,11 @@ def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypat
     (tmp_path / "out").rename(tmp_path / "second")
     assert distill(tmp_path, teacher, *work) == 0
     assert len(list((tmp_path / "work").rglob("blocks-*.safetensors"))) == 2
+
+    # Gates that the teacher does not have are random.
+    (tmp_path / "out").rename(tmp_path / "third")
+    assert distill(tmp_path, teacher, *work, "--seed", "7") == 0
+    assert len(list((tmp_path / "work").rglob("blocks-*.safetensors"))) == 3
 
 
 def test_hidden_states_are_trained_for_every_token(tmp_path, tokenizer_dir):
