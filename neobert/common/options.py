@@ -109,7 +109,7 @@ def flatten(options: Any) -> dict[str, Any]:
 def identity(options: Any) -> dict[str, Any]:
     """Return the options that the results of a run depend on, {option: value}.
 
-    Options of Trainer are not included, see `training.options.number_options`.
+    Options of Trainer are not included, see `training.options.result_options`.
     """
     names = []
     for group in _groups(type(options)).values():

@@ -50,7 +50,7 @@ from ..evaluation.retrieval import (
 from ..training.checkpoints import RunTrainer, checkpoint_folder, is_main, training_time
 from ..training.lora import check_adapter_support, lora_config, trainable_parameters
 from ..training.optimization import default_learning_rate
-from ..training.options import number_options, training_arguments
+from ..training.options import result_options, training_arguments
 from ..training.run import run_once
 from ..training.run_report import RunReport
 from .data import (
@@ -331,7 +331,7 @@ def run_identity(
 
     validation_file = options.data.validation_file
     # The number of processes changes the batches, and so the weights.
-    settings = number_options(training.to_dict()) | identity(options)
+    settings = result_options(training.to_dict()) | identity(options)
     return settings | {
         "datasets": datasets,
         "files": {source.name: files_digest([source.path]) for source in local},

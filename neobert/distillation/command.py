@@ -35,7 +35,7 @@ from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, training_time
 from ..training.muon import MuonAdamW, block_matrices, check_muon
-from ..training.options import BLOCKS_ONLY, number_options, training_arguments
+from ..training.options import BLOCKS_ONLY, result_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
 from .data import (
@@ -207,7 +207,7 @@ def run_identity(
     """Return what identifies a run: options, digests of the texts and of the models."""
     # The number of processes changes the batches.
     settings = identity(options)
-    for name, value in number_options(options.trainer).items():
+    for name, value in result_options(options.trainer).items():
         # The evaluation does not change the weights.
         if not name.startswith("eval_"):
             settings[name] = value

@@ -48,7 +48,7 @@ from ..common.task_file import TASK_FILE, TaskContent
 from ..training.checkpoints import training_time
 from ..training.lora import trainable_parameters
 from ..training.optimization import default_learning_rate
-from ..training.options import number_options, training_arguments
+from ..training.options import result_options, training_arguments
 from ..training.run import run_environment, run_once
 from .calibration import calibrate
 from .comparison import Baselines, Result, compare, measure, metrics_table
@@ -164,7 +164,7 @@ def run_identity(
     del task_settings["has_spaces"]
     return {
         **identity(options),
-        **number_options(options.trainer),
+        **result_options(options.trainer),
         "metric": metric,
         "task": task_settings,
         "model": model_fingerprint(options.model.model),

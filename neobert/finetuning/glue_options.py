@@ -19,7 +19,7 @@ from ..common.constants import RECIPES, TRUST_REMOTE_CODE_HELP
 from ..common.errors import UserError
 from ..common.options import OptionGroup, OptionParser, identity, option
 from ..training.lora import LoraOptions
-from ..training.options import number_options
+from ..training.options import result_options
 from .finetune_options import TRAINER_FIXED
 from .glue_tasks import HUB_DATA, Task
 
@@ -335,7 +335,7 @@ class GlueRun:
             "task": self.task.name,
             "seed": self.seed,
             "lora": self.options.lora.settings(),
-            "trainer": number_options(self.options.trainer),
+            "trainer": result_options(self.options.trainer),
             "revision": self.model_digest,
             "rows": self.rows,
             "start": self.start,

@@ -19,6 +19,11 @@ from .plans import Plan
 from .prepared import TokenizedTexts
 
 
+# Separates the random numbers that choose the part of the mixture from those of the masks and the
+# order. Resumed runs depend on these constants.
+MIXTURE_STREAM = (20, 40, 40)
+
+
 def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return the ids of the tokens before and after every text: [CLS] and [SEP], or BOS and EOS.
 
@@ -54,7 +59,7 @@ class TokenWindows:
     Args:
         texts: Tokenized texts.
         boundaries: Ids of the tokens before and after every window.
-        spec: Maximum length, and whether long texts are truncated or split.
+        batch_options: Maximum length, and whether long texts are truncated or split.
 
     Attributes:
         ends: Number of windows up to the end of each text, (texts,) int64; None if texts are
@@ -62,15 +67,15 @@ class TokenWindows:
     """
 
     def __init__(
-        self, texts: TokenizedTexts, boundaries: tuple[int, int], spec: BatchOptions
+        self, texts: TokenizedTexts, boundaries: tuple[int, int], batch_options: BatchOptions
     ) -> None:
         self.texts = texts
         self.boundaries = boundaries
         # Two positions of each window are taken by the boundary tokens.
-        self.body_length = spec.sequence_length - 2
+        self.body_length = batch_options.sequence_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends: np.ndarray | None = None
-        if spec.long_texts == "split":
+        if batch_options.long_texts == "split":
             # Windows have no overlap. The division is rounded up, for a shorter last window.
             window_counts = np.maximum(1, -(-(texts.lengths - 2) // self.body_length))
             self.ends = np.cumsum(window_counts, dtype=np.int64)
@@ -93,7 +98,7 @@ class TokenWindows:
         texts, starts = self._locate(ids)
         return np.minimum(self.texts.lengths[texts] - starts, self.body_length + 2)
 
-    def of_texts_from(self, min_tokens: int) -> np.ndarray:
+    def ids_of_texts_with(self, min_tokens: int) -> np.ndarray:
         """Return the ids of the windows whose texts have at least `min_tokens` tokens, uint32."""
         ids = np.arange(len(self), dtype=np.uint32)
         texts, _ = self._locate(ids)
@@ -129,7 +134,7 @@ class MicroBatches(torch.utils.data.Dataset):
     Args:
         windows: Windows over the texts.
         masking: Masking of the tokens.
-        spec: Size, layout and mixture of the batches.
+        batch_options: Size, layout and mixture of the batches.
         seed: Random seed of the order, the mixture and the masks.
         count: Number of micro-batches of the run; None for one epoch without omissions, for
             evaluation.
@@ -149,29 +154,29 @@ class MicroBatches(torch.utils.data.Dataset):
         self,
         windows: TokenWindows,
         masking: TokenMasking,
-        spec: BatchOptions,
+        batch_options: BatchOptions,
         seed: int,
         count: int | None = None,
     ) -> None:
         self.windows = windows
         self.masking = masking
-        self.spec = spec
+        self.batch_options = batch_options
         self.seed = seed
         self.tokens = int(windows.lengths(np.arange(len(windows))).sum())
         # Each part of the mixture shuffles its texts separately.
         self.plans = [
-            Plan(windows, spec, seed, number, whole=count is None)
-            for number in range(len(spec.parts))
+            Plan(windows, batch_options, seed, number, single_epoch=count is None)
+            for number in range(len(batch_options.parts))
         ]
-        self.count = self.plans[0].batches_of(0) if count is None else count
+        self.count = self.plans[0].num_batches(0) if count is None else count
 
         # Sample the part of each micro-batch in advance: micro-batch i of the run is then the batch
         # `index_in_part[i]` of the part `part[i]`, without iterating over earlier ones.
         self.part: np.ndarray | None = None
         self.index_in_part: np.ndarray | None = None
         if len(self.plans) > 1:
-            samples = np.random.default_rng([seed, 20, 40, 40]).random(self.count)
-            bounds = np.cumsum([probability for _, probability in spec.parts])[:-1]
+            samples = np.random.default_rng([seed, *MIXTURE_STREAM]).random(self.count)
+            bounds = np.cumsum([probability for _, probability in batch_options.parts])[:-1]
             self.part = np.searchsorted(bounds, samples, side="right").astype(np.uint8)
             self.index_in_part = np.zeros(self.count, dtype=np.int64)
             for number in range(len(self.plans)):
@@ -188,12 +193,14 @@ class MicroBatches(torch.utils.data.Dataset):
             part = self.part[i]
             index = int(self.index_in_part[i])
         texts = self.plans[part].batch(index)
-        return masked_batch(texts, self.spec, self.masking, self.seed, int(i), i / self.count)
+        return masked_batch(
+            texts, self.batch_options, self.masking, self.seed, int(i), i / self.count
+        )
 
 
 def masked_batch(
     texts: Sequence[np.ndarray],
-    spec: BatchOptions,
+    batch_options: BatchOptions,
     masking: TokenMasking,
     seed: int,
     number: int,
@@ -204,7 +211,7 @@ def masked_batch(
     Args:
         texts: Token ids of each text, int64; for "packed_without_boundaries" a single array of all
             tokens.
-        spec: Layout and maximum length of the batch.
+        batch_options: Layout and maximum length of the batch.
         masking: Masking of the tokens.
         seed: Random seed of the run.
         number: Number of the micro-batch in the run. The masks are a function of `seed` and
@@ -216,14 +223,14 @@ def masked_batch(
         shape of `input_ids`.
     """
     batch: dict[str, Any]
-    if spec.layout == "packed":
+    if batch_options.layout == "packed":
         # Without a kernel for sequences of different lengths, attention is computed per group of
         # adjacent sequences of equal length.
         batch = pack(sorted(texts, key=len))
     else:
         # The tokens form complete rows. Only the last row of a validation set is shorter, in a
         # batch of its own.
-        row_length = min(len(texts[0]), spec.sequence_length)
+        row_length = min(len(texts[0]), batch_options.sequence_length)
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, row_length)}
 
     generator = batch_generator(seed, number)

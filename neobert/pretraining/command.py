@@ -384,5 +384,5 @@ def _run_report(batches: MicroBatches | StreamedBatches) -> RunReport:
     if len(batches.plans) == 1:
         plan = batches.plans[0]
         epoch, index = plan.locate(len(batches) - 1)
-        epochs = epoch + (index + 1) / plan.batches_of(epoch)
+        epochs = epoch + (index + 1) / plan.num_batches(epoch)
     return RunReport(sequences=len(batches.windows), epochs=epochs)

@@ -58,7 +58,7 @@ def is_raw_checkpoint(init_from: str) -> bool:
     return path.exists() and not (path / "config.json").is_file()
 
 
-def start_fingerprint(init_from: str) -> str:
+def init_fingerprint(init_from: str) -> str:
     """Return a string that identifies the weights that a run starts from.
 
     Raises:

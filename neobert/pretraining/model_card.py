@@ -61,7 +61,7 @@ def _metadata(run: PretrainingRun) -> str:
     """Return the metadata block of the card."""
     start = run.options.model.init_from
     start_card = {} if start is None else read_card(start)
-    hub_names = [source.name for source in run.sources if source.kind == "hub"]
+    hub_names = [source.name for source in run.sources if source.source_type == "hub"]
     return front_matter(
         **license_metadata(None, start_card),
         **base_model_metadata(None, start),

@@ -32,7 +32,7 @@ class Windows(Protocol):
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of tokens of each window, (N,)."""
 
-    def of_texts_from(self, min_tokens: int) -> np.ndarray:
+    def ids_of_texts_with(self, min_tokens: int) -> np.ndarray:
         """Return the ids of the windows whose texts have at least `min_tokens` tokens."""
 
     def read(self, ids: np.ndarray) -> list[np.ndarray]:
@@ -64,10 +64,11 @@ class Plan:
 
     Args:
         windows: Windows over the texts.
-        spec: Size, layout and mixture of the batches.
+        batch_options: Size, layout and mixture of the batches.
         seed: Random seed of the run.
         number: Number of the part in the mixture.
-        whole: Whether the plan is a single epoch without omissions, for evaluation.
+        single_epoch: Whether the plan is exactly one epoch without omitted tokens, as for an
+            evaluation.
 
     Raises:
         UserError: If no text is long enough, or if all texts do not fill a batch.
@@ -76,18 +77,18 @@ class Plan:
     def __init__(
         self,
         windows: Windows,
-        spec: BatchOptions,
+        batch_options: BatchOptions,
         seed: int,
         number: int,
-        whole: bool = False,
+        single_epoch: bool = False,
     ) -> None:
         self.windows = windows
-        self.spec = spec
-        self.whole = whole
+        self.batch_options = batch_options
+        self.single_epoch = single_epoch
         self.seed = (seed, number)
 
-        min_tokens = spec.parts[number][0]
-        self.ids = windows.of_texts_from(min_tokens)
+        min_tokens = batch_options.parts[number][0]
+        self.ids = windows.ids_of_texts_with(min_tokens)
         # The ids are ascending and each source is a range of them, so a binary search finds
         # where a source ends.
         shares = windows.texts.shares
@@ -104,17 +105,17 @@ class Plan:
             self.weighted = WeightedOrder(self.ids, source_ends, shares, self.seed)
 
         # Number of batches before each epoch, for `locate`.
-        self.ends = [0]
+        self.batches_before_epoch = [0]
         self._newest: tuple[int, EpochPlan] | None = None
         # With epochs that have no batch, `locate` would never end.
-        if not whole and not self.batches_of(0):
+        if not single_epoch and not self.num_batches(0):
             raise UserError(
-                f"`micro_batch_tokens` is {spec.micro_batch_tokens}, but the data contains fewer "
-                "tokens. Lower --micro-batch-tokens."
+                f"`micro_batch_tokens` is {batch_options.micro_batch_tokens}, but the data "
+                "contains fewer tokens. Lower --micro-batch-tokens."
             )
         # Without a token budget, all epochs have the same number of batches.
-        is_constant = spec.micro_batch_tokens is None and not whole
-        self._batches_per_epoch = self.batches_of(0) if is_constant else None
+        is_constant = batch_options.micro_batch_tokens is None and not single_epoch
+        self._batches_per_epoch = self.num_batches(0) if is_constant else None
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of the windows in the order of an epoch."""
@@ -134,19 +135,19 @@ class Plan:
 
     def _plan(self, order: np.ndarray) -> EpochPlan:
         """Divide windows into batches."""
-        if self.spec.micro_batch_tokens is None:
+        if self.batch_options.micro_batch_tokens is None:
             # The last batch of an epoch may be smaller.
-            size = self.spec.micro_batch_size
+            size = self.batch_options.micro_batch_size
             bounds = np.append(np.arange(0, len(order), size), len(order))
             return EpochPlan(order, bounds)
 
         # The number of tokens of a large dataset exceeds the range of int32.
         lengths = self.windows.lengths(order)
         token_ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
-        if self.spec.layout == "packed_without_boundaries":
-            bounds = self._token_bounds(int(token_ends[-1]), self.spec.micro_batch_tokens)
+        if self.batch_options.layout == "packed_without_boundaries":
+            bounds = self._token_bounds(int(token_ends[-1]), self.batch_options.micro_batch_tokens)
             return EpochPlan(order, bounds, token_ends)
-        return EpochPlan(order, _window_bounds(token_ends, self.spec.micro_batch_tokens))
+        return EpochPlan(order, _window_bounds(token_ends, self.batch_options.micro_batch_tokens))
 
     def _token_bounds(self, token_count: int, batch_tokens: int) -> np.ndarray:
         """Return the bounds of batches without boundaries, in tokens.
@@ -156,13 +157,13 @@ class Plan:
         plan is a whole epoch.
         """
         bounds = np.arange(token_count // batch_tokens + 1) * batch_tokens
-        if self.whole:
-            row_length = self.spec.sequence_length
+        if self.single_epoch:
+            row_length = self.batch_options.sequence_length
             full_rows_end = token_count // row_length * row_length
             bounds = np.unique([*bounds, full_rows_end, token_count])
         return bounds
 
-    def batches_of(self, epoch: int) -> int:
+    def num_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch."""
         return len(self.epoch(epoch))
 
@@ -173,10 +174,12 @@ class Plan:
 
         # With a token budget, the number of batches depends on the order of the windows, so
         # the epochs before batch k must be planned, too.
-        while self.ends[-1] <= k:
-            self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
-        epoch = bisect.bisect_right(self.ends, k) - 1
-        return epoch, k - self.ends[epoch]
+        while self.batches_before_epoch[-1] <= k:
+            self.batches_before_epoch.append(
+                self.batches_before_epoch[-1] + self.num_batches(len(self.batches_before_epoch) - 1)
+            )
+        epoch = bisect.bisect_right(self.batches_before_epoch, k) - 1
+        return epoch, k - self.batches_before_epoch[epoch]
 
     def batch(self, k: int) -> list[np.ndarray]:
         """Return the token ids of the texts of batch k, int64.

@@ -15,10 +15,10 @@ from ..common.identity import tokenizer_fingerprint
 from ..common.loading import load_tokenizer
 from ..common.options import identity
 from ..common.output import Output
-from ..training.options import number_options
+from ..training.options import result_options
 from .batches import MicroBatches, TokenWindows, boundary_tokens
 from .masking import TokenMasking
-from .model import read_config, start_fingerprint, weights_folder, without_vocabulary
+from .model import init_fingerprint, read_config, weights_folder, without_vocabulary
 from .options import OPTIONS, BatchOptions, MaskingOptions, PretrainOptions
 from .plans import Plan
 from .prepared import TokenizedTexts, load_prepared, prepare_dataset
@@ -98,7 +98,7 @@ class PretrainingRun:
         if self.options.data.streaming is not None:
             return self.options.data.streaming
         is_prepared = (self.options.prepared_folder / "train" / "prepared.json").is_file()
-        return len(self.sources) == 1 and self.sources[0].kind == "hub" and not is_prepared
+        return len(self.sources) == 1 and self.sources[0].source_type == "hub" and not is_prepared
 
 
 def validation_folder(name: str) -> str:
@@ -157,7 +157,7 @@ def check_run(run: PretrainingRun) -> None:
     ]
     for sources in run.datasets.values():
         for source in sources:
-            if source.kind == "files":
+            if source.source_type == "files":
                 check_not_matched(source.name, *outputs)
     check_validation_sets(run.validation, run.sources)
     _check_best_metric(run)
@@ -199,7 +199,7 @@ def run_output(run: PretrainingRun) -> Output:
     """
     options = run.options
     settings = identity(options)
-    for name, value in number_options(options.trainer).items():
+    for name, value in result_options(options.trainer).items():
         # The evaluation does not change the weights.
         if not name.startswith("eval_"):
             settings[name] = value
@@ -218,7 +218,7 @@ def run_output(run: PretrainingRun) -> Output:
         "data": source_digest(run.sources),
         "validation": {name: source_digest(parts) for name, parts in run.validation.items()},
         "tokenizer": _tokenizer_identity(options),
-        "init_from": None if init_from is None else start_fingerprint(init_from),
+        "init_from": None if init_from is None else init_fingerprint(init_from),
     }
 
     # The texts may have been prepared in the output directory before the run.
@@ -319,7 +319,7 @@ def _steps_of_epochs(
     # epoch has a fixed order.
     if not shares and not batch.mixture:
         micro_batch = 1
-        sizes = [Plan(windows[0], batch, run.data_seed, 0).batches_of(0)]
+        sizes = [Plan(windows[0], batch, run.data_seed, 0).num_batches(0)]
     elif batch.micro_batch_tokens is None:
         micro_batch = batch.micro_batch_size or 1
         sizes = [len(part) for part in windows]
@@ -386,12 +386,12 @@ def validation_batches(
     # masking and the mixture of the training batches. The other seed separates the masks from those
     # of training.
     masking = make_masking(run.options.masking, tokenizer, use_schedule=False)
-    spec = replace(run.options.batch, mixture=None)
+    batch_options = replace(run.options.batch, mixture=None)
     batches = {}
     for name in run.validation if names is None else names:
         texts = tokenized_texts(run, validation_folder(name), tokenizer, prefix)
-        windows = TokenWindows(texts, boundary_tokens(tokenizer), spec)
-        batches[name] = MicroBatches(windows, masking, spec, seed=run.data_seed + 1)
+        windows = TokenWindows(texts, boundary_tokens(tokenizer), batch_options)
+        batches[name] = MicroBatches(windows, masking, batch_options, seed=run.data_seed + 1)
         label = name or str(run.options.validation.validation)
         _check_maskable(batches[name], len(batches[name]), label)
     return batches
@@ -402,7 +402,7 @@ def training_batches(
 ) -> MicroBatches | StreamedBatches:
     """Return the micro-batches of all processes, or those of this process if texts are streamed."""
     training = run.training
-    spec = run.options.batch
+    batch_options = run.options.batch
     masking = make_masking(run.options.masking, tokenizer)
     shares = shares_of(run.sources)
     # Number of micro-batches of the whole run in all processes.
@@ -416,7 +416,7 @@ def training_batches(
             shares=shares,
             tokenizer=tokenizer,
             masking=masking,
-            spec=spec,
+            batch_options=batch_options,
             seed=run.data_seed,
             count=count,
             rank=training.process_index,
@@ -426,8 +426,8 @@ def training_batches(
 
     texts = [tokenized_texts(run, name, tokenizer) for name in run.train_datasets]
     all_texts = TokenizedTexts.concatenate(texts, shares) if shares else texts[0]
-    windows = TokenWindows(all_texts, boundary_tokens(tokenizer), spec)
-    batches = MicroBatches(windows, masking, spec, run.data_seed, count)
+    windows = TokenWindows(all_texts, boundary_tokens(tokenizer), batch_options)
+    batches = MicroBatches(windows, masking, batch_options, run.data_seed, count)
     _check_maskable(batches, min(count, CHECKED_BATCHES), str(run.options.data.dataset))
     return batches
 

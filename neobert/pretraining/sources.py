@@ -65,7 +65,7 @@ class Source:
     weight: float | None = None
 
     @functools.cached_property
-    def kind(self) -> Literal["saved", "files", "hub"]:
+    def source_type(self) -> Literal["saved", "files", "hub"]:
         """Type of the source."""
         # `datasets` writes one of these files into every dataset that it saves.
         path = Path(self.name)
@@ -95,9 +95,9 @@ class Source:
     @functools.cached_property
     def paths(self) -> list[Path]:
         """Local files that contain the texts; empty for Hub datasets and URLs."""
-        if self.kind == "hub":
+        if self.source_type == "hub":
             return []
-        if self.kind == "files":
+        if self.source_type == "files":
             return [Path(file.url) for file in self.files if "://" not in file.url]
 
         folder = Path(self.name)
@@ -195,7 +195,7 @@ def load_rows(sources: Iterable[Source]) -> IterableDataset:
 
 def _open(source: Source) -> IterableDataset:
     """Return the rows of a source with the column "text"."""
-    if source.kind == "files":
+    if source.source_type == "files":
         # The lines of a plain text file are the texts, and have no columns.
         is_plain_text = source.files[0].format == ".txt"
         return IterableDataset.from_generator(
@@ -241,7 +241,7 @@ def _open(source: Source) -> IterableDataset:
 
 def _open_dataset(source: Source) -> IterableDataset:
     """Return all columns of a Hub dataset or a saved dataset."""
-    if source.kind == "hub":
+    if source.source_type == "hub":
         return load_dataset(
             source.name,
             source.subset,
@@ -287,11 +287,11 @@ def source_key(sources: Sequence[Source]) -> dict[str, Any]:
     urls = []
     hub = []
     for source in sources:
-        names.append(source.name if source.kind == "hub" else Path(source.name).name)
+        names.append(source.name if source.source_type == "hub" else Path(source.name).name)
         paths += source.paths
-        if source.kind == "hub":
+        if source.source_type == "hub":
             hub.append([source.subset, source.revision])
-        elif source.kind == "files":
+        elif source.source_type == "files":
             urls += [[file.name, file.size] for file in source.files if "://" in file.url]
 
     return {

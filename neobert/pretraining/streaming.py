@@ -17,7 +17,7 @@ from datasets import Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from .batches import add_boundaries, boundary_tokens, masked_batch
+from .batches import MIXTURE_STREAM, add_boundaries, boundary_tokens, masked_batch
 from .masking import TokenMasking
 from .options import DEFAULT_MICRO_BATCH_SIZE, BatchOptions
 from .prepared import token_ids
@@ -79,7 +79,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shares: Sampling weights of the sources, which sum to 1; empty for a single source.
         tokenizer: Fast tokenizer.
         masking: Masking of the tokens.
-        spec: Size and layout of the batches.
+        batch_options: Size and layout of the batches.
         seed: Random seed of the order, the mixture and the masks.
         count: Number of micro-batches of the run in all processes, for a schedule of the masking.
         rank: Rank of this process.
@@ -93,7 +93,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shares: Sequence[float],
         tokenizer: PreTrainedTokenizerBase,
         masking: TokenMasking,
-        spec: BatchOptions,
+        batch_options: BatchOptions,
         seed: int,
         count: int,
         rank: int = 0,
@@ -105,14 +105,14 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.tokenizer = tokenizer
         self.boundaries = boundary_tokens(tokenizer)
         self.masking = masking
-        self.spec = spec
+        self.batch_options = batch_options
         self.seed = seed
         self.count = count
         self.rank = rank
         self.world_size = world_size
         self.workers = max(1, workers)
         # A uniform sample between two of these bounds selects a part of the mixture.
-        self.mixture = np.cumsum([probability for _, probability in spec.parts])[:-1]
+        self.mixture = np.cumsum([probability for _, probability in batch_options.parts])[:-1]
         self.start = 0
         self.saved: dict[int, WorkerState] = {}
 
@@ -153,7 +153,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     def worker_batches(self, worker: int) -> Iterator[dict[str, Any]]:
         """Yield the micro-batches of one worker, starting after those that were consumed."""
-        readers = [self.text_reader(part, worker) for part in range(len(self.spec.parts))]
+        readers = [self.text_reader(part, worker) for part in range(len(self.batch_options.parts))]
         # The checkpoint contains the state of each worker after its last batch that was used.
         i = worker
         if worker in self.saved:
@@ -164,16 +164,16 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         while True:
             # Number of the micro-batch among those of all processes.
             number = i * self.world_size + self.rank
-            # The constants separate these random numbers from those of the masks and the order.
-            sample = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
+            sample = np.random.default_rng([self.seed, *MIXTURE_STREAM, number]).random()
             reader = readers[int(np.searchsorted(self.mixture, sample, side="right"))]
-            texts = next_texts(reader, self.spec)
+            texts = next_texts(reader, self.batch_options)
             batch = masked_batch(
-                texts, self.spec, self.masking, self.seed, number, number / self.count
+                texts, self.batch_options, self.masking, self.seed, number, number / self.count
             )
 
-            # A worker prepares batches in advance, and these are lost at an interruption. Therefore
-            # the state after a batch travels with the batch.
+            # The state is attached to its batch, because batches that a worker has prepared in
+            # advance are lost in an interruption. A checkpoint must contain the state after the
+            # last batch that the model was trained on.
             i += self.workers
             states = [reader.state() for reader in readers]
             batch[STATE] = json.dumps({"worker": worker, "batch": i, "parts": states})
@@ -184,8 +184,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
         Each part of the mixture reads the stream separately.
         """
-        min_tokens = self.spec.parts[part][0]
-        splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.spec, min_tokens)
+        min_tokens = self.batch_options.parts[part][0]
+        splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.batch_options, min_tokens)
         # Readers are numbered over the processes first, so all processes get files if there
         # are few of them.
         reader = worker * self.world_size + self.rank
@@ -198,20 +198,20 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         return TextReader(sources, self.shares, (self.seed, part, reader), min_tokens)
 
 
-def next_texts(reader: "TextReader", spec: BatchOptions) -> list[np.ndarray]:
+def next_texts(reader: "TextReader", batch_options: BatchOptions) -> list[np.ndarray]:
     """Read the texts of one micro-batch.
 
     Returns:
         Token ids of each text, int64; for "packed_without_boundaries" a single array of all tokens.
     """
-    budget = spec.micro_batch_tokens
+    budget = batch_options.micro_batch_tokens
     if budget is None:
-        count = spec.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
+        count = batch_options.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
         return [reader.next() for _ in range(count)]
 
     texts: list[np.ndarray] = []
     total = 0
-    if spec.layout == "packed":
+    if batch_options.layout == "packed":
         # The text that exceeds the budget is the first one of the next batch.
         while total + len(text := reader.next()) <= budget:
             texts.append(text)
@@ -423,7 +423,7 @@ class _WindowSplitter:
     Args:
         tokenizer: Fast tokenizer.
         boundaries: Ids of the tokens before and after every text.
-        spec: Maximum length, and whether long texts are truncated or split.
+        batch_options: Maximum length, and whether long texts are truncated or split.
         min_tokens: Minimum number of tokens of a text, including special tokens. Shorter texts are
             omitted.
     """
@@ -432,14 +432,14 @@ class _WindowSplitter:
         self,
         tokenizer: PreTrainedTokenizerBase,
         boundaries: tuple[int, int],
-        spec: BatchOptions,
+        batch_options: BatchOptions,
         min_tokens: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.boundaries = boundaries
         self.min_tokens = min_tokens
-        self.body_length = spec.sequence_length - 2
-        self.split = spec.long_texts == "split"
+        self.body_length = batch_options.sequence_length - 2
+        self.split = batch_options.long_texts == "split"
 
     def __call__(self, rows: dict[str, list[str | None]]) -> dict[str, list[np.ndarray]]:
         # A batched `map` may return more rows than it receives, or fewer.

@@ -96,9 +96,9 @@ def check_validation_sets(
 
 def _source_keys(source: Source) -> list[Any]:
     """Return the identifiers of the texts of a source: its files, or its name on the Hub."""
-    if source.kind == "hub":
+    if source.source_type == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
-    if source.kind == "saved":
+    if source.source_type == "saved":
         return [os.path.realpath(path) for path in source.paths]
 
     # Links to one file are one text. The URL of a local file is a path.

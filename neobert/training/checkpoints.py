@@ -289,7 +289,7 @@ def remove_checkpoints(folder: Path | str) -> None:
 
 
 class RunTrainer(_Trainer):
-    """Mixin for Trainers: complete checkpoints, total training time, and an end on divergence.
+    """Trainer mixin that writes complete checkpoints, and stops if the training diverges.
 
     Every log record with a loss gets `seconds` and `cpu_seconds` of the training so far, including
     the time before interruptions. Trainer's last record (`train_loss`, `train_runtime`, ...) is not

@@ -199,7 +199,7 @@ def warmup_options(warmup_steps: float) -> dict[str, Any]:
 
 # Prefixes of options of Trainer that affect neither results nor the order of the data. They may
 # change when a run is resumed.
-_WITHOUT_EFFECT = (
+_NO_EFFECT_ON_RESULTS = (
     "output_dir",
     "logging_",
     "log_",
@@ -230,6 +230,8 @@ _WITHOUT_EFFECT = (
 )
 
 
-def number_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def result_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of Trainer that the results of a run may depend on."""
-    return {name: value for name, value in options.items() if not name.startswith(_WITHOUT_EFFECT)}
+    return {
+        name: value for name, value in options.items() if not name.startswith(_NO_EFFECT_ON_RESULTS)
+    }

@@ -23,15 +23,15 @@ def _tokenized_texts(lengths):
     return TokenizedTexts(rows, np.array(lengths, dtype=np.int32))
 
 
-def _batches(lengths, tokenizer, count=None, seed=0, **spec):
+def _batches(lengths, tokenizer, count=None, seed=0, **batch_options):
     """Return micro-batches over texts of these lengths.
 
     `count` is the number of micro-batches of a training run. Without it, the batches are a single
     epoch for evaluation.
     """
-    spec = BatchOptions(**spec)
-    windows = TokenWindows(_tokenized_texts(lengths), (101, 102), spec)
-    return MicroBatches(windows, TokenMasking(tokenizer), spec, seed, count)
+    batch_options = BatchOptions(**batch_options)
+    windows = TokenWindows(_tokenized_texts(lengths), (101, 102), batch_options)
+    return MicroBatches(windows, TokenMasking(tokenizer), batch_options, seed, count)
 
 
 def test_long_texts_are_truncated_or_split():
@@ -40,15 +40,15 @@ def test_long_texts_are_truncated_or_split():
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
     )
-    spec = BatchOptions(micro_batch_tokens=64, max_length=6)
-    truncated = TokenWindows(texts, (1, 2), spec)
+    batch_options = BatchOptions(micro_batch_tokens=64, max_length=6)
+    truncated = TokenWindows(texts, (1, 2), batch_options)
     assert [row.tolist() for row in truncated.read(np.arange(len(truncated)))] == [
         [1, 10, 11, 12, 13, 2],
         [1, 30, 2],
     ]
 
-    spec = BatchOptions(micro_batch_tokens=64, max_length=6, long_texts="split")
-    split = TokenWindows(texts, (1, 2), spec)
+    batch_options = BatchOptions(micro_batch_tokens=64, max_length=6, long_texts="split")
+    split = TokenWindows(texts, (1, 2), batch_options)
     ids = np.arange(len(split))
     assert [row.tolist() for row in split.read(ids)] == [
         [1, 10, 11, 12, 13, 2],
@@ -57,13 +57,15 @@ def test_long_texts_are_truncated_or_split():
         [1, 30, 2],
     ], "windows must contain every token exactly once"
     assert split.lengths(ids).tolist() == [6, 6, 4, 3]
-    assert split.of_texts_from(12).tolist() == [0, 1, 2]
+    assert split.ids_of_texts_with(12).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("spec", [{"micro_batch_tokens": 64}, {"micro_batch_size": 7}], ids=str)
-def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, spec):
+@pytest.mark.parametrize(
+    "batch_options", [{"micro_batch_tokens": 64}, {"micro_batch_size": 7}], ids=str
+)
+def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, batch_options):
     lengths = [3 + i % 17 for i in range(101)]
-    batches = _batches(lengths, tokenizer, 200, max_length=20, seed=5, **spec)
+    batches = _batches(lengths, tokenizer, 200, max_length=20, seed=5, **batch_options)
 
     seen = []
     for i in range(len(batches)):
@@ -77,7 +79,7 @@ def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, spec):
             "masked": int((batch["labels"] != -100).sum()),
         }
         assert batch["max_length_q"] == max(sizes)
-        if "micro_batch_tokens" in spec:
+        if "micro_batch_tokens" in batch_options:
             assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep its token budget"
         elif len(texts) != 7:
             # Only the last batch of an epoch is smaller.
@@ -224,9 +226,9 @@ def test_random_numbers_differ_between_batches():
 
 
 def test_mixture_depends_on_the_seed(tokenizer):
-    spec = {"micro_batch_tokens": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
+    batch_options = {"micro_batch_tokens": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
     first, again, other = [
-        _batches([8, 20] * 40, tokenizer, 200, seed, **spec).part for seed in (1, 1, 2)
+        _batches([8, 20] * 40, tokenizer, 200, seed, **batch_options).part for seed in (1, 1, 2)
     ]
     assert (first == again).all()
     assert (first != other).any()

@@ -355,7 +355,7 @@ def test_prepared_texts_are_used_if_streaming_is_not_set(corpus, tmp_path, monke
         (tmp_path / "train" / "prepared.json").unlink()
 
     # A Hub dataset is streamed until it is prepared.
-    monkeypatch.setattr(sources.Source, "kind", "hub")
+    monkeypatch.setattr(sources.Source, "source_type", "hub")
     monkeypatch.setattr(sources, "load_dataset", _text_files)
     options = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "column": "text"}
     arguments = arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", **options)

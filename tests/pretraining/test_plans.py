@@ -42,20 +42,22 @@ def _texts(source, count):
     return [f"{source} {i} {' '.join(rng.choice(WORDS, 1 + i % 7))}" for i in range(count)]
 
 
-def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
+def _batches(tokenizer, sizes, count=None, shares=SHARES, **batch_options):
     """Return the micro-batches of weighted sources, and a set of the texts of each source.
 
     Texts are tuples of token ids.
     """
-    spec = BatchOptions(**{"max_length": 32, "micro_batch_size": 4} | spec)
+    batch_options = BatchOptions(**{"max_length": 32, "micro_batch_size": 4} | batch_options)
     sources = [tokenize_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
     special = boundary_tokens(tokenizer)
     source_texts = [
         {tuple(add_boundaries(row, special).tolist()) for row in source.rows["input_ids"]}
         for source in sources
     ]
-    windows = TokenWindows(TokenizedTexts.concatenate(sources, shares.values()), special, spec)
-    return MicroBatches(windows, TokenMasking(tokenizer), spec, 5, count), source_texts
+    windows = TokenWindows(
+        TokenizedTexts.concatenate(sources, shares.values()), special, batch_options
+    )
+    return MicroBatches(windows, TokenMasking(tokenizer), batch_options, 5, count), source_texts
 
 
 def _first_texts(batches, count):

@@ -122,7 +122,7 @@ def test_globs_with_at_signs_and_home_directories(tmp_path, monkeypatch):
 
     for name in ("./a@b", "/a@b", "~a@b/c"):
         (source,) = parse_sources(name)
-        assert (source.name, source.revision, source.kind) == (name, None, "files")
+        assert (source.name, source.revision, source.source_type) == (name, None, "files")
 
 
 def test_lone_surrogates_are_replaced(tmp_path, tokenizer):
@@ -142,11 +142,11 @@ def test_paths_are_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     """Check which names of sources are paths and which are names on the Hub."""
     monkeypatch.chdir(tmp_path)
     for name in ("texts.txt", "more.jsonl.gz", "./texts", "/texts", "~/texts", "a/b/c", "a*"):
-        assert parse_sources(name)[0].kind == "files", name
+        assert parse_sources(name)[0].source_type == "files", name
         with pytest.raises(UserError):
             rows_of(name)
     for name in ("wikitext", "me/data", "me/data-v1.5", "me/some.data"):
-        assert parse_sources(name)[0].kind == "hub", name
+        assert parse_sources(name)[0].source_type == "hub", name
 
 
 BAD = {

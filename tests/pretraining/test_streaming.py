@@ -21,19 +21,19 @@ from neobert.pretraining.sources import load_rows, parse_sources, shares_of
 from neobert.pretraining.streaming import STATE, StreamedBatches
 
 
-def _stream(dataset, tokenizer, rank=0, world_size=1, workers=0, **spec):
+def _stream(dataset, tokenizer, rank=0, world_size=1, workers=0, **batch_options):
     """Return a stream of batches of 64 tokens, by default, from a path or a list of sources."""
     sources = parse_sources(dataset if isinstance(dataset, list) else str(dataset))
     shares = shares_of(sources)
     rows = [load_rows([source]) for source in sources] if shares else [load_rows(sources)]
-    size = {} if spec.get("micro_batch_size") else {"micro_batch_tokens": 64}
-    spec = BatchOptions(**{"max_length": 32, **size, **spec})
+    size = {} if batch_options.get("micro_batch_size") else {"micro_batch_tokens": 64}
+    batch_options = BatchOptions(**{"max_length": 32, **size, **batch_options})
     return StreamedBatches(
         rows,
         shares,
         tokenizer,
         TokenMasking(tokenizer),
-        spec,
+        batch_options,
         seed=1,
         count=1000,
         rank=rank,
@@ -254,7 +254,7 @@ def test_batch_numbers_are_global_across_processes(tmp_path, tokenizer, monkeypa
     _write_corpus(tmp_path)
     numbers = []
 
-    def record(texts, spec, masking, seed, number, progress):
+    def record(texts, batch_options, masking, seed, number, progress):
         numbers.append((number, progress))
         return {}
 

@@ -108,9 +108,9 @@ def test_bits_per_character_match_a_loop_over_texts(bundled):
     torch.manual_seed(0)
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
-    spec = BatchOptions(micro_batch_tokens=64, max_length=32)
-    windows = TokenWindows(tokenize_texts(texts, bundled), boundary_tokens(bundled), spec)
-    batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
+    batch_options = BatchOptions(micro_batch_tokens=64, max_length=32)
+    windows = TokenWindows(tokenize_texts(texts, bundled), boundary_tokens(bundled), batch_options)
+    batches = MicroBatches(windows, TokenMasking(bundled), batch_options, 3)
 
     bits = characters = 0
     model.eval()

@@ -18,7 +18,7 @@ from neobert.finetuning.options import OPTIONS as FINETUNING
 from neobert.pretraining import schedule
 from neobert.pretraining.options import OPTIONS as PRETRAINING
 from neobert.training import options as training_options
-from neobert.training.options import number_options, training_arguments, warmup_options
+from neobert.training.options import result_options, training_arguments, warmup_options
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
@@ -192,7 +192,7 @@ def test_only_options_that_affect_results_identify_a_run():
         "max_steps": 3,
     }
     identifying |= {"bf16": True, "max_grad_norm": 1.0, "dataloader_drop_last": True}
-    assert number_options({**changeable, **identifying}) == identifying
+    assert result_options({**changeable, **identifying}) == identifying
 
 
 def test_save_strategy_best_needs_a_metric(tmp_path):
