@@ -32,9 +32,9 @@ from .errors import UserError, listed, one_line, shortened
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# JSON files that the method `save_to_disk` of `datasets` writes beside Arrow files. They contain no
-# rows.
-_SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+# JSON files that the method `save_to_disk` of `datasets` writes beside Arrow files, one of them for
+# every dataset. They contain no rows.
+SAVED_DATASET_FILES = ("dataset_info.json", "dataset_dict.json")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # A quoted cell of a csv file that contains a quote, up to its end or that of its first line.
 _QUOTED_CELL = re.compile('"[^"]*""([^"]|"")*"?')
@@ -113,7 +113,7 @@ def files(source: str | Path) -> list[File]:
             f"{source} contains files of several formats ({listed(sorted(map(str, formats)))}): "
             f"{names}. Select the files of one format with a glob."
         )
-    if any(PurePosixPath(file.name).name in _SAVED_DATASET for file in matches):
+    if any(PurePosixPath(file.name).name in SAVED_DATASET_FILES for file in matches):
         raise UserError(
             f"{source} is a dataset that `save_to_disk` has written. Its Arrow files are not read: "
             "write its rows with `to_parquet` first."

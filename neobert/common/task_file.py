@@ -9,7 +9,7 @@ from .loading import model_file
 TASK_FILE = "task.json"
 
 
-class _Keys(TypedDict):
+class _RequiredKeys(TypedDict):
     task: str
     text_columns: list[str]
     labels: list[str]
@@ -19,7 +19,7 @@ class _Keys(TypedDict):
     version: str
 
 
-class TaskContent(_Keys, total=False):
+class TaskContent(_RequiredKeys, total=False):
     """Content of task.json.
 
     Attributes:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from ..attention_neobert import Packing
-from ..common.constants import POOLINGS, TOKENIZER
+from ..common.constants import DTYPES, POOLINGS, TOKENIZER
 from ..common.environment import processor_units
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 # Names of the prompts of queries and documents, as in sentence-transformers, the preferred first.
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-# Precisions of the weights.
-DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 # Precisions of embeddings, as in sentence-transformers.
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 

@@ -265,7 +265,7 @@ def encode_rows(
         return _encode_tags(task, parts, known_labels)
 
     if task.name == MULTI_LABEL and len(task.label_columns) == 1:
-        _check_no_flags(parts[0])
+        _check_label_names(parts[0])
 
     # A value is a float, a class name, or a list of class names.
     texts = [_texts(part) for part in parts]
@@ -552,7 +552,7 @@ def _parse_label(task: TextTask, part: RawRows, number: int, value: Any) -> Any:
     return [name(item) for item in value if not _is_missing(item)]
 
 
-def _check_no_flags(part: RawRows) -> None:
+def _check_label_names(part: RawRows) -> None:
     """Raise UserError if every list has one 0 or 1 per label, instead of the names of labels.
 
     The classes would be "0" and "1", and almost all rows would have both.

@@ -174,12 +174,12 @@ class Plan:
 
         # With a token budget, the number of batches depends on the order of the windows, so
         # the epochs before batch k must be planned, too.
-        while self.batches_before_epoch[-1] <= k:
-            self.batches_before_epoch.append(
-                self.batches_before_epoch[-1] + self.num_batches(len(self.batches_before_epoch) - 1)
-            )
-        epoch = bisect.bisect_right(self.batches_before_epoch, k) - 1
-        return epoch, k - self.batches_before_epoch[epoch]
+        counts = self.batches_before_epoch
+        while counts[-1] <= k:
+            last_epoch = len(counts) - 1
+            counts.append(counts[-1] + self.num_batches(last_epoch))
+        epoch = bisect.bisect_right(counts, k) - 1
+        return epoch, k - counts[epoch]
 
     def batch(self, k: int) -> list[np.ndarray]:
         """Return the token ids of the texts of batch k, int64.

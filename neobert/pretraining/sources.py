@@ -23,6 +23,7 @@ from datasets import (
 )
 
 from ..common.data import (
+    SAVED_DATASET_FILES,
     File,
     file_format,
     files,
@@ -67,9 +68,8 @@ class Source:
     @functools.cached_property
     def source_type(self) -> Literal["saved", "files", "hub"]:
         """Type of the source."""
-        # `datasets` writes one of these files into every dataset that it saves.
         path = Path(self.name)
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if any((path / name).is_file() for name in SAVED_DATASET_FILES):
             return "saved"
 
         # Names that can only be paths are not looked up on the Hub.
