@@ -1,5 +1,6 @@
 """Student of a distillation: construction, initialization from the teacher, and storage."""
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from .options import ModelOptions, StudentOptions
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+
+logger = logging.getLogger("neobert.distillation")
 
 # Dtypes of torch for `options.StorageDtype`. float8 is e5m2, 2 bits of fraction: transformers 4
 # and 5 convert it to the dtype that a user asks for, while version 4 keeps e4m3 as it is.
@@ -383,4 +386,12 @@ def save_student(
         if storage == "float8" and tensor.dim() == 1:
             storage = "float16"
         weights[name] = tensor.to(STORAGE_DTYPES[storage])
+        if not weights[name].isfinite().all() and tensor.isfinite().all():
+            # bfloat16 has the range of float32.
+            logger.warning(
+                "%s is stored in bfloat16, because its weights exceed the range of %s.",
+                name,
+                storage,
+            )
+            weights[name] = tensor.to(torch.bfloat16)
     save_file(weights, path, metadata={"format": "pt"})

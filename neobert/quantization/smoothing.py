@@ -8,6 +8,7 @@ the outputs of the model stay bit-identical.
 channels.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ OUTLIER_RATIO = 8
 ALPHA = 0.65
 # Largest exponent of two of a factor of `balance`.
 MAX_EXPONENT = 8
+# Largest weight that `balance` leaves as it is. The range of float16 ends at 65,504.
+MAX_WEIGHT = 4_096
 
 # Number and length of the random texts that the activations are observed on.
 _TEXTS = 4
@@ -144,6 +147,7 @@ def balance(encoder: Any, run: Callable[[], Any]) -> None:
     for block in encoder.transformer_encoder:
         divisors = [balanced_factors(layer, largest[layer]) for layer in linear_layers(block)]
         divide_inputs(block, divisors)
+        limit_weights(block)
 
 
 def balanced_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
@@ -159,7 +163,6 @@ def balanced_factors(layer: nn.Linear, largest: torch.Tensor) -> torch.Tensor:
     column_norms = layer.weight.float().norm(dim=0).clamp(min=_MIN_ABSMAX)
     log2_factor = ALPHA * largest.clamp(min=_MIN_ABSMAX).log2() - (1 - ALPHA) * column_norms.log2()
     relative = log2_factor - log2_factor.median()
-    # The stored weights may be float16, whose range the factors must not leave.
     return relative.round().clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
 
 
@@ -171,7 +174,6 @@ def divide_inputs(block: Any, divisors: Sequence[torch.Tensor]) -> None:
         divisors: (K,) divisors of the inputs of each of `linear_layers`.
     """
     layers = linear_layers(block)
-    qkv, _, up, _ = layers
     is_gated = block.config.hidden_act == "swiglu"
     qkv_divisors, wo_divisors, up_divisors, down_divisors = divisors
     if not is_gated:
@@ -187,9 +189,41 @@ def divide_inputs(block: Any, divisors: Sequence[torch.Tensor]) -> None:
             parameter.div_(columns)
 
     # The attention averages values, so a divisor of a value is one of the input of `wo`.
-    # The rows of qkv are interleaved per head: (H, 3, K).
-    values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
-    values.div_(wo_divisors.view(block.num_heads, -1, 1))
+    value_rows(block).div_(wo_divisors.view(block.num_heads, -1, 1))
     if is_gated:
-        # The second half of the rows is the one that the gate multiplies.
-        up.weight[len(down_divisors) :].div_(down_divisors[:, None])
+        gated_rows(block).div_(down_divisors[:, None])
+
+
+def value_rows(block: Any) -> torch.Tensor:
+    """Return the rows of `qkv` that compute the values of a `NeoBERTBlock`, (H, K, D)."""
+    # The rows are interleaved per head: (H, 3, K).
+    return block.qkv.weight.view(block.num_heads, 3, -1, block.qkv.in_features)[:, 2]
+
+
+def gated_rows(block: Any) -> torch.Tensor:
+    """Return the rows of the up projection of SwiGLU that the gate multiplies, (F, D)."""
+    _, _, up, down = linear_layers(block)
+    return up.weight[down.in_features :]
+
+
+@torch.no_grad()
+def limit_weights(block: Any) -> None:
+    """Move powers of two between the matrices of a block until float16 can store them.
+
+    RMSNorm removes the length of a hidden state, so a training may increase the weights of a block
+    without a bound. The outputs of attention and feed-forward are products of two matrices, and do
+    not change if one is divided and the other multiplied by the same factor.
+
+    Args:
+        block: `NeoBERTBlock`, which is changed in place.
+    """
+    _, wo, _, down = linear_layers(block)
+    pairs = [(wo.weight, value_rows(block))]
+    if block.config.hidden_act == "swiglu":
+        pairs.append((down.weight, gated_rows(block)))
+    for outer, inner in pairs:
+        largest = [float(weight.abs().max().clamp(min=_MIN_ABSMAX)) for weight in (outer, inner)]
+        if max(largest) > MAX_WEIGHT:
+            factor = 2.0 ** round(math.log2(largest[0] / largest[1]) / 2)
+            outer.div_(factor)
+            inner.mul_(factor)

@@ -929,6 +929,22 @@ def test_narrow_student_starts_from_principal_components(teacher):
         np.testing.assert_allclose(embedding, expected, atol=1e-3)
 
 
+def test_weights_beyond_float16_are_saved_in_bfloat16(teacher, tmp_path, caplog):
+    """A matrix is stored in bfloat16 if float16 would turn its weights into infinity."""
+    encoder = SentenceTransformer(teacher, device="cpu")
+    student = build_student(*options_for(teacher), encoder, 32)
+    block = student[0].auto_model.transformer_encoder[0]
+    with torch.no_grad():
+        block.wo.weight.fill_(1e5)
+    save_student(student, tmp_path, "float16", "float8")
+
+    saved = load_file(tmp_path / "model.safetensors")
+    name = "transformer_encoder.0.wo.weight"
+    torch.testing.assert_close(saved[name].float(), block.wo.weight.bfloat16().float())
+    assert saved["transformer_encoder.1.wo.weight"].dtype == torch.float16
+    assert f"{name} is stored in bfloat16" in caplog.text
+
+
 def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
     """Embeddings of the teacher need its vocabulary and at most its hidden size."""
     encoder = SentenceTransformer(teacher, device="cpu")

@@ -467,6 +467,28 @@ def test_balancing_is_bit_identical_and_improves_int8():
     assert cosines(before, means).min() < 0.985 and cosines(after, means).min() > 0.998
 
 
+def test_balancing_fits_weights_into_float16():
+    """Weights beyond the range of float16 are divided, with bit-identical hidden states.
+
+    Training increased the weights of the last blocks to 100,000 in a student on a GPU.
+    """
+    model = with_outliers("values")
+    size = model.transformer_encoder[0].ffn.w3.in_features
+    with torch.no_grad():
+        model.transformer_encoder[0].ffn.w12.weight[size:] *= 2.0**20
+        for block in model.transformer_encoder[1:]:
+            block.wo.weight *= 2.0**20
+            block.ffn.w3.weight *= 2.0**20
+
+    sequences = random_sequences(20, vocabulary=400)
+    hidden, _ = outputs(model, sequences)
+    smoothing.balance(model, lambda: outputs(model, sequences))
+    balanced_hidden, _ = outputs(model, sequences)
+    assert torch.equal(balanced_hidden, hidden) and hidden.isfinite().all()
+    for weight in model.transformer_encoder.parameters():
+        assert weight.half().isfinite().all()
+
+
 @pytest.mark.parametrize("where", OUTLIERS)
 def test_int8_is_accurate_with_large_outliers(where):
     """int8 stays close to float32 with outliers in norms, values, or hidden states.
