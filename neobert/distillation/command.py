@@ -165,8 +165,6 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
     validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
     check_validation_names(validation_sources)
     check_paths(options, [*sources, *validation_sources])
-    if options.student.muon:
-        check_muon()
     checkpoint_folder = Path(options.model.output) / "checkpoints"
     # --compile compiles the blocks, so Trainer's own options for compilation are refused.
     training = training_arguments(
@@ -175,6 +173,8 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
         BLOCKS_ONLY,
         base=SentenceTransformerTrainingArguments,
     )
+    if options.student.muon:
+        check_muon(training.device)
 
     settings = run_identity(options, sources, validation_sources, training.world_size)
     output = Output(options.model.output, run_class.name, settings, result=RESULT)

@@ -41,7 +41,7 @@ logger = logging.getLogger("neobert.distillation")
 # Version of the blocks that `--work` stores. Raise it when a change of the transfer, its constants
 # or its batches (also in command.py) changes the result, so blocks of the older algorithm are not
 # used.
-TRANSFER_VERSION = 1
+TRANSFER_VERSION = 2
 # GELU(z) is approximately z * sigmoid(1.702 z) = silu(1.702 z) / 1.702 (arXiv 1606.08415).
 GELU_SLOPE = 1.702
 # Ridge penalty, relative to the mean square of an input.
@@ -55,6 +55,10 @@ BLOCK_RATE = 0.025
 MUON_BLOCK_RATE = 0.05
 # Lengths of hidden states after a block, relative to those before its feed-forward, that are tried.
 LENGTHS = (1, 2, 4)
+# Length of hidden states after a block, relative to those before it, above which the training of
+# the block is penalized. The next norm removes the length, so it would grow without a bound: long
+# states overflow in float16, and an optimizer hardly changes the large weights that compute them.
+MAX_GROWTH = 4
 # Quantile of the lengths of the last hidden states of a teacher that a student can reproduce.
 LENGTH_QUANTILE = 0.9
 # Number of positions over which the input embedding of a token is averaged.
@@ -449,7 +453,9 @@ class BlockTransfer:
             target = self.teacher_outputs[index]
             states = states.float()
             error = states * best_scale(states, target) - target
-            return (error.square() / variance).mean() + self._attention_loss(index, logits)
+            excess = (states.norm() / (MAX_GROWTH * hidden.norm())).log().clamp(min=0)
+            unexplained = (error.square() / variance).mean()
+            return unexplained + self._attention_loss(index, logits) + excess.square()
 
         matrices = [block.qkv.weight, block.wo.weight, block.ffn.w12.weight, block.ffn.w3.weight]
         rate = MUON_BLOCK_RATE if muon else BLOCK_RATE

@@ -28,6 +28,7 @@ from neobert.distillation.transfer import (
     unexplained_variance,
 )
 from neobert.modeling_neobert import rotary_embeddings
+from neobert.training.muon import check_muon
 
 
 SIZE = dict(hidden_size=32, num_attention_heads=4)
@@ -278,11 +279,19 @@ def test_states_are_kept_where_they_are_the_target():
     assert weight.abs().max() < 0.01
 
 
-def test_the_block_loss_is_the_unexplained_variance(monkeypatch):
-    """The loss is the squared error over the variance, plus the divergence of the attention."""
+@pytest.mark.parametrize("factor", [1, 100])
+def test_the_block_loss_is_the_unexplained_variance(monkeypatch, factor):
+    """The loss is the squared error over the variance, plus the divergence of the attention.
+
+    States that are longer than 4 times the states before the block are penalized by the square of
+    the logarithm.
+    """
     transfer = transfer_of()
     transfer.fit_attention()
     transfer.fit_outputs()
+    with torch.no_grad():
+        transfer.block.wo.weight *= factor
+        transfer.block.ffn.w3.weight *= factor
     losses = []
     monkeypatch.setattr(
         "neobert.distillation.transfer.train",
@@ -292,11 +301,15 @@ def test_the_block_loss_is_the_unexplained_variance(monkeypatch):
 
     states = transfer.run(transfer.student_states[3])
     target = transfer.teacher_outputs[3]
-    factor = (states * target).sum(-1, keepdim=True) / states.pow(2).sum(-1, keepdim=True)
+    scale = (states * target).sum(-1, keepdim=True) / states.pow(2).sum(-1, keepdim=True)
     outputs = torch.cat([hidden.flatten(0, 1) for hidden in transfer.teacher_outputs])
     variance = (outputs - outputs.mean(0)).pow(2).sum() / (len(outputs) - 1) / outputs.shape[1]
-    expected = (factor * states - target).pow(2).mean() / variance
+    expected = (scale * states - target).pow(2).mean() / variance
 
+    growth = states.norm() / transfer.student_states[3].norm()
+    assert (growth > 4) == (factor > 1)
+    if growth > 4:
+        expected += (growth / 4).log() ** 2
     with torch.no_grad():
         query, key, _ = transfer._project(transfer.student_states[3])
         expected += transfer._attention_loss(3, query @ key.mT * transfer.block.scaling)
@@ -591,6 +604,22 @@ def test_muon_is_refused_before_the_texts_are_read(tmp_path, monkeypatch, capsys
     assert command(["distill", *arguments, "--output", str(tmp_path / "out")]) == 2
     assert "--muon needs torch 2.9 or newer" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "units, device, warns",
+    [
+        (["AVX2", "AVX-512", "VNNI"], "cpu", True),
+        (["AVX2", "AVX512-BF16"], "cpu", False),
+        (["dot product", "bf16"], "cpu", False),
+        ([], "cpu", False),
+        (["AVX2"], "cuda", False),
+    ],
+)
+def test_muon_warns_about_processors_without_bfloat16(units, device, warns, monkeypatch, caplog):
+    monkeypatch.setattr("neobert.training.muon.processor_units", lambda: units)
+    check_muon(torch.device(device))
+    assert ("--muon is slow on this processor" in caplog.text) == warns
 
 
 def test_contradictory_options_are_refused(capsys):

@@ -668,7 +668,7 @@ def test_losses_of_sentence_transformers(save, sentence_transformers):
 
         name = type(loss).__name__
         assert_same(results[0][0], results[1][0], 1e-5, f"loss {name}")
-        assert_same(results[0][1], results[1][1], 1e-4, f"gradient of {name}")
+        assert_same(results[0][1], results[1][1], 2e-4, f"gradient of {name}")
         assert results[0][1].abs().max() > 0, f"{name} has no gradient."
 
 
