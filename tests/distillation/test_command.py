@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ from neobert.distillation.loss import (
 )
 from neobert.distillation.model_card import write_card
 from neobert.distillation.options import (
+    OPTIONS,
     DataOptions,
     DistillOptions,
     LossOptions,
@@ -73,8 +75,10 @@ from neobert.distillation.student import (
 from neobert.embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from neobert.quantization import smoothing
 from neobert.training.checkpoints import remove_checkpoints
+from neobert.training.options import BLOCKS_ONLY, training_arguments
 
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 NARROW = {**STUDENT, "hidden_size": 16}
 METRICS = ("cosine", "spearman")
@@ -1180,3 +1184,16 @@ def test_output_is_locked_before_loading_data_and_models(
     with FileLock(tmp_path / "student" / ".lock"):
         assert command(["distill", path]) == 2
     assert "is in use by another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["distill", "distill_gpu"])
+def test_recipes_are_valid(name):
+    """The recipes have valid options, one layer per block, and files that the scripts write."""
+    options = OPTIONS["distill"].read(["teacher", str(RECIPES / f"{name}.yaml")])
+    training_arguments("runs", options.trainer, BLOCKS_ONLY)
+    layers = options.model.teacher_layers
+    assert len(layers) in (0, options.model.model_config["num_hidden_layers"])
+    for entry in options.data.texts:
+        folder, file = entry["path"].removeprefix("data/").split("/", 1)
+        assert folder in ("texts", "long", "technical", "distill") and file.endswith(".jsonl")
+        assert 0 < entry.get("share", 1) <= 1 and entry["name"] and entry["license"]
