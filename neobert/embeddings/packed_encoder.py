@@ -522,21 +522,20 @@ class PackedEncoder:
             # Arrays take a fraction of the memory of lists of Python integers.
             tokens.extend(np.asarray(row, dtype=np.int32) for row in encoding["input_ids"])
             if lengths is not None:
-                lengths += self._full_lengths(batch, encoding)
+                lengths += self._full_lengths(batch, encoding["input_ids"])
         return tokens
 
-    def _full_lengths(self, batch: list[str], encoding: Any) -> list[int]:
-        """Return the lengths of texts before truncation; `encoding` is the truncated one."""
-        # Tokenizers written in Python do not return the truncated tokens, so they run again.
-        if encoding.encodings is None:
-            return list(map(len, self._tokenizer(batch, verbose=False)["input_ids"]))
-
-        # Rust tokenizers return the rest of a text in chunks, each with special tokens of its own.
-        return [
-            len(text.ids)
-            + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing)
-            for text in encoding.encodings
-        ]
+    def _full_lengths(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        """Return the lengths of texts before truncation; `rows` are the truncated token IDs."""
+        lengths = [len(row) for row in rows]
+        # Only texts of the maximum length can have been truncated. They are tokenized again,
+        # because tokenizers 0.23.1 and 0.23.2 return only a part of the truncated tokens.
+        longest = [index for index, length in enumerate(lengths) if length >= self.max_length]
+        if longest:
+            complete = self._tokenizer([texts[index] for index in longest], verbose=False)
+            for index, row in zip(longest, complete["input_ids"]):
+                lengths[index] = len(row)
+        return lengths
 
     def batches(self, lengths: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
         """Yield index arrays that cover all texts, shortest first.
