@@ -6,6 +6,7 @@ It is trained with the trainer of sentence-transformers on packed batches.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import set_seed
 
+from ..common.errors import UserError
 from ..common.folders import check_disjoint, check_folder, locked, new_file
 from ..common.identity import files_digest, model_digest, model_fingerprint
 from ..common.loading import check_model
@@ -464,6 +466,7 @@ class Distillation:
         # float16 or float8.
         stored = load_sentence_transformer(str(folder), self.training.device)
         metrics = self._evaluate(stored)
+        self._check_finite(metrics)
         comparison = {**self.comparison, "student": metrics}
 
         history = trainer.state.log_history
@@ -484,6 +487,21 @@ class Distillation:
         environment = run_environment(self.training)
         write_card(folder, self.options, self.sources, self.validation_sources, result, environment)
         return result
+
+    def _check_finite(self, metrics: Mapping[str, float]) -> None:
+        """Raise UserError if the stored student has metrics that are not finite.
+
+        The checkpoints are removed after the student has been saved, so an error keeps them.
+        """
+        invalid_names = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if invalid_names:
+            options = self.options.student
+            raise UserError(
+                f"the student stored in {options.dtype} and {options.embedding_dtype} must have "
+                f"finite metrics, got {metrics[invalid_names[0]]} for {invalid_names[0]}. The "
+                f"checkpoints are kept in {self.training.output_dir}. Pass the last one to "
+                "--init-from, and another --dtype."
+            )
 
 
 @dataclass(frozen=True)

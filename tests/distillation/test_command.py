@@ -1128,6 +1128,25 @@ def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, mon
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
+def test_student_that_is_not_finite_keeps_its_checkpoints(
+    tmp_path, teacher, files, monkeypatch, capsys
+):
+    """A student whose stored weights are infinite is an error that keeps the checkpoints."""
+
+    def save_infinite(student, *args):
+        with torch.no_grad():
+            student[0].auto_model.layer_norm.weight.fill_(torch.inf)
+        save_student(student, *args)
+
+    monkeypatch.setattr(distill_command, "save_student", save_infinite)
+    options = {"trainer": {"max_steps": 4, "save_steps": 4}}
+    assert command(["distill", recipe(tmp_path, teacher, files, **options)]) == 2
+    assert "must have finite metrics, got nan" in capsys.readouterr().err
+    output = tmp_path / "student"
+    assert not (output / "model.safetensors").exists()
+    assert (output / "checkpoints" / "checkpoint-4" / "model.safetensors").exists()
+
+
 # ------------------------------------------------------------------------------------------------
 # errors
 
