@@ -36,7 +36,7 @@ from ..common.tables import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import Queries, evaluate_retrieval, read_queries
 from ..training.checkpoints import RunTrainer, is_main, training_time
-from ..training.muon import MuonAdamW, block_matrices, check_muon
+from ..training.muon import MuonAdamW, block_matrices, check_muon, warn_if_muon_is_slow
 from ..training.options import BLOCKS_ONLY, result_options, training_arguments
 from ..training.run import run_environment, run_once
 from ..training.run_report import RunReport
@@ -167,6 +167,8 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
     validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
     check_validation_names(validation_sources)
     check_paths(options, [*sources, *validation_sources])
+    if options.student.muon:
+        check_muon()
     checkpoint_folder = Path(options.model.output) / "checkpoints"
     # --compile compiles the blocks, so Trainer's own options for compilation are refused.
     training = training_arguments(
@@ -176,7 +178,7 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
         base=SentenceTransformerTrainingArguments,
     )
     if options.student.muon:
-        check_muon(training.device)
+        warn_if_muon_is_slow(training.device)
 
     settings = run_identity(options, sources, validation_sources, training.world_size)
     output = Output(options.model.output, run_class.name, settings, result=RESULT)
@@ -499,8 +501,8 @@ class Distillation:
             raise UserError(
                 f"the student stored in {options.dtype} and {options.embedding_dtype} must have "
                 f"finite metrics, got {metrics[invalid_names[0]]} for {invalid_names[0]}. The "
-                f"checkpoints are kept in {self.training.output_dir}. Pass the last one to "
-                "--init-from, and another --dtype."
+                f"checkpoints are kept in {self.training.output_dir}. Start a new run with the "
+                "last checkpoint as --init-from and another --dtype."
             )
 
 

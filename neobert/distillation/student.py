@@ -364,7 +364,8 @@ def save_student(
 ) -> None:
     """Write the sentence encoder with its code.
 
-    The configuration requests float32, the dtype that the weights are loaded as by default.
+    The configuration requests float32, the dtype that the weights are loaded as by default. Weights
+    that exceed the range of their dtype are stored in bfloat16.
 
     Args:
         student: Student.
@@ -385,13 +386,16 @@ def save_student(
         # The norms have few weights, so a larger dtype does not need more storage.
         if storage == "float8" and tensor.dim() == 1:
             storage = "float16"
-        weights[name] = tensor.to(STORAGE_DTYPES[storage])
-        if not weights[name].isfinite().all() and tensor.isfinite().all():
+        stored = tensor.to(STORAGE_DTYPES[storage])
+
+        # Not all versions of torch have `isfinite` for float8.
+        if tensor.isfinite().all() and not stored.float().isfinite().all():
             # bfloat16 has the range of float32.
             logger.warning(
                 "%s is stored in bfloat16, because its weights exceed the range of %s.",
                 name,
                 storage,
             )
-            weights[name] = tensor.to(torch.bfloat16)
+            stored = tensor.to(torch.bfloat16)
+        weights[name] = stored
     save_file(weights, path, metadata={"format": "pt"})

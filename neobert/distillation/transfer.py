@@ -453,9 +453,10 @@ class BlockTransfer:
             target = self.teacher_outputs[index]
             states = states.float()
             error = states * best_scale(states, target) - target
-            excess = (states.norm() / (MAX_GROWTH * hidden.norm())).log().clamp(min=0)
             unexplained = (error.square() / variance).mean()
-            return unexplained + self._attention_loss(index, logits) + excess.square()
+            # The scale removes the length of the states, so only this penalty limits it.
+            log_excess = (states.norm() / (MAX_GROWTH * hidden.norm())).log().clamp(min=0)
+            return unexplained + self._attention_loss(index, logits) + log_excess.square()
 
         matrices = [block.qkv.weight, block.wo.weight, block.ffn.w12.weight, block.ffn.w3.weight]
         rate = MUON_BLOCK_RATE if muon else BLOCK_RATE

@@ -530,11 +530,10 @@ class PackedEncoder:
         lengths = [len(row) for row in rows]
         # Only texts of the maximum length can have been truncated. They are tokenized again,
         # because tokenizers 0.23.1 and 0.23.2 return only a part of the truncated tokens.
-        limit = self.max_length
-        longest = [i for i, length in enumerate(lengths) if limit is not None and length >= limit]
+        longest = [index for index, length in enumerate(lengths) if length == self.max_length]
         if longest:
-            complete = self._tokenizer([texts[index] for index in longest], verbose=False)
-            for index, row in zip(longest, complete["input_ids"]):
+            encoding = self._tokenizer([texts[index] for index in longest], verbose=False)
+            for index, row in zip(longest, encoding["input_ids"]):
                 lengths[index] = len(row)
         return lengths
 

@@ -134,6 +134,8 @@ def smooth(encoder: Any) -> torch.Tensor:
 def balance(encoder: Any, run: Callable[[], Any]) -> None:
     """Scale all channels of a `NeoBERTModel` in place so that int8 changes its outputs less.
 
+    Weights beyond the range of float16 are made smaller, too, see `limit_weights`.
+
     The largest channel of a token determines the rounding error of all its channels, and a column
     of a weight multiplies the error. Linear layers whose outputs are small differences of large
     terms, such as those of `transfer.initialize_blocks`, amplify the error most.
@@ -210,7 +212,7 @@ def gated_rows(block: Any) -> torch.Tensor:
 def limit_weights(block: Any) -> None:
     """Move powers of two between the matrices of a block until float16 can store them.
 
-    RMSNorm removes the length of a hidden state, so a training may increase the weights of a block
+    RMSNorm removes the length of a hidden state, so training may increase the weights of a block
     without a bound. The outputs of attention and feed-forward are products of two matrices, and do
     not change if one is divided and the other multiplied by the same factor.
 

@@ -17,28 +17,24 @@ logger = logging.getLogger("neobert.training")
 BF16_UNITS = {"AVX512-BF16", "AMX-BF16", "bf16"}
 
 
-def check_muon(device: torch.device | None = None) -> None:
-    """Check that torch has Muon, and warn if it is slow.
-
-    torch orthogonalizes in bfloat16. On a processor without bfloat16 this takes about 15 times as
-    long as in float32, and most of the time of a step.
-
-    Args:
-        device: Device of the training, or None for no warning.
-
-    Raises:
-        UserError: If this version of torch has no Muon.
-    """
+def check_muon() -> None:
+    """Raise UserError if this version of torch has no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise UserError(
             f"--muon needs torch 2.9 or newer, got {torch.__version__}. Update torch, or omit "
             "--muon."
         )
-    if device is None or device.type != "cpu":
-        return
+
+
+def warn_if_muon_is_slow(device: torch.device) -> None:
+    """Log a warning if the training device is a processor without bfloat16.
+
+    torch orthogonalizes in bfloat16. Without support by the processor this takes about 15 times as
+    long as in float32, and most of the time of a step.
+    """
     # The list is empty if the units are unknown.
     units = set(processor_units())
-    if units and not units & BF16_UNITS:
+    if device.type == "cpu" and units and not units & BF16_UNITS:
         logger.warning(
             "--muon is slow on this processor, because torch computes it in bfloat16, which the "
             "processor does not support. Omit --muon, or use a GPU or a processor with AVX512-BF16 "

@@ -28,7 +28,7 @@ from neobert.distillation.transfer import (
     unexplained_variance,
 )
 from neobert.modeling_neobert import rotary_embeddings
-from neobert.training.muon import check_muon
+from neobert.training.muon import warn_if_muon_is_slow
 
 
 SIZE = dict(hidden_size=32, num_attention_heads=4)
@@ -618,7 +618,7 @@ def test_muon_is_refused_before_the_texts_are_read(tmp_path, monkeypatch, capsys
 )
 def test_muon_warns_about_processors_without_bfloat16(units, device, warns, monkeypatch, caplog):
     monkeypatch.setattr("neobert.training.muon.processor_units", lambda: units)
-    check_muon(torch.device(device))
+    warn_if_muon_is_slow(torch.device(device))
     assert ("--muon is slow on this processor" in caplog.text) == warns
 
 
