@@ -18,7 +18,6 @@ import torch
 from helpers.reference import FIELDS
 
 from neobert import modeling_neobert
-from neobert.quantization import int8_product
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,12 +30,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _int8_of_any_speed(monkeypatch):
-    """Accept a slow int8 product, because its measured speed depends on other processes."""
-    monkeypatch.setattr(int8_product, "MIN_SPEEDUP", 0.0)
 
 
 @pytest.fixture(autouse=True)

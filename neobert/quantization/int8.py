@@ -320,15 +320,15 @@ def quantize_int8(model: Model, even_if_slow: bool = False) -> Model:
     Args:
         model: `NeoBERTModel`, one of its heads, or a model that contains one, such as a
             SentenceTransformer; in float32 or bfloat16, in which everything else stays.
-        even_if_slow: Whether to quantize if the int8 products of this CPU are not faster than those
-            in float32.
+        even_if_slow: Whether to quantize if the int8 products of this CPU take more than twice as
+            long as those in float32. If they are not clearly faster, a warning is logged.
 
     Returns:
         `model` in evaluation mode, without gradients.
 
     Raises:
         UserError: If the model is not a NeoBERT, is one of the ablations of the paper, or is on a
-            GPU, or if the products of this CPU are slow or not exact.
+            GPU, or if the products of this CPU are much slower than in float32 or not exact.
 
     Example:
         >>> from neobert import NeoBERTModel, quantize_int8

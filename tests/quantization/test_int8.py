@@ -9,6 +9,7 @@ import copy
 import os
 import pickle
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -36,8 +37,6 @@ from neobert.quantization import int8, int8_product, smoothing
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# The value before `_int8_of_any_speed` of conftest.py replaces it.
-MIN_SPEEDUP = int8_product.MIN_SPEEDUP
 ENCODER = str(EXAMPLES / "sentence-encoder")
 DEFINITIONS = (EXAMPLES / "definitions.tsv").read_text(encoding="utf-8").splitlines()
 TEXTS = [line.split("\t")[1].strip() for line in DEFINITIONS[:200]]
@@ -150,12 +149,21 @@ def measured(monkeypatch):
 
     def set_seconds(*seconds):
         monkeypatch.setattr(int8_product, "_seconds", lambda *args: list(seconds))
-        monkeypatch.setattr(int8_product, "MIN_SPEEDUP", MIN_SPEEDUP)
         int8_product.check_int8_product.cache_clear()
 
     yield set_seconds
     monkeypatch.undo()
     int8_product.check_int8_product.cache_clear()
+
+
+@pytest.mark.parametrize("seconds, speedup", [(0.8, None), (0.95, "1.05"), (1.9, "0.53")])
+def test_product_about_as_fast_as_float32_is_used(measured, model, caplog, seconds, speedup):
+    """A product that is not clearly faster than the one in float32 is used with a warning."""
+    measured(1.0, seconds)
+    with caplog.at_level("WARNING"):
+        assert int8.is_int8(quantize_int8(model))
+    reported = re.findall(r"processor is (\S+) times as fast as the one in float32", caplog.text)
+    assert reported == ([] if speedup is None else [speedup])
 
 
 def test_slow_product_is_rejected_unless_requested(measured, model):
