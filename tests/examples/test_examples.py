@@ -403,18 +403,36 @@ def test_example_error_starts_with_script_name(tmp_path):
 # examples/search.py
 
 
-def search(store, *arguments, code=0):
-    """Run examples/search.py and return its output, or its error if `code` is not 0."""
-    arguments = [*arguments, "--store", store]
-    if code:
-        return error_of("search", *arguments, code=code)
+@pytest.fixture
+def search(monkeypatch, capfd):
+    """Return a function that runs examples/search.py and returns its output.
 
-    path = ROOT / "examples" / "search.py"
-    command = [sys.executable, path, *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return process.stdout
+    If `code` is not 0, the function returns the error. With `in_process=False`, the script runs in a
+    process of its own.
+    """
+    pytest.importorskip("lancedb")
+    pytest.importorskip("sentence_transformers")
+    module = example("search")
+    # The default model is a relative path.
+    monkeypatch.chdir(ROOT)
+
+    def run(store, *arguments, code=0, in_process=True):
+        path = ROOT / "examples" / "search.py"
+        words = [str(path), *map(str, arguments), "--store", str(store)]
+        if in_process:
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as error:
+                run_script(module.main)
+            exit_code = error.value.code
+            printed, errors = capfd.readouterr()
+        else:
+            process = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+            exit_code, printed, errors = process.returncode, process.stdout, process.stderr
+
+        assert exit_code == code and "Traceback" not in errors, errors[-3000:]
+        return errors.strip().splitlines()[-1] if code else printed
+
+    return run
 
 
 def ids(printed):
@@ -600,8 +618,8 @@ def test_search_compares_ids_with_an_integer_store(search_module, tmp_path):
 
 
 @pytest.mark.slow
-def test_search(tmp_path):
-    """Add, search, filter, replace and delete rows, with one process per command.
+def test_search(search, tmp_path):
+    """Add, search, filter, replace and delete rows; the first two commands are separate processes.
 
     Rows are searched by embeddings (`--by meaning`), by words and by both. Another model than that
     of the store is an error.
@@ -613,11 +631,12 @@ def test_search(tmp_path):
     rows = [{"id": i, **row, "short": len(row["text"]) < 60} for i, row in enumerate(rows)]
     rows.append({"id": "own", "text": "zyx number of a submarine", "word": "own", "short": True})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "the store has 61" in search(store, "add", path)
+    assert "the store has 61" in search(store, "add", path, in_process=False)
 
     # Search by embeddings, then by embeddings and words with a filter.
     hawk = "diurnal bird of prey typically having short rounded wings and a long tail"
-    printed = search(store, "find", "a bird that hunts by day", hawk, "--by", "meaning")
+    query = "a bird that hunts by day"
+    printed = search(store, "find", query, hawk, "--by", "meaning", in_process=False)
     assert ids(printed)[3] == next(str(row["id"]) for row in rows if row["text"] == hawk)
     output = search(store, "find", "zyx of a ship", "--where", "short = true")
     assert ids(output)[0] == "own" and "found in" in output

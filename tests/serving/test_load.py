@@ -1,4 +1,4 @@
-"""Test the server under load: 2,000 requests of 32 concurrent clients.
+"""Test the server under load: 1,000 requests of 32 concurrent clients.
 
 Some requests are invalid, and some are canceled. No response may be lost or belong to another
 request, and the memory of the server must not grow.
@@ -22,7 +22,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 pytestmark = pytest.mark.slow
-REQUESTS = 2000
+REQUESTS = 1000
 CLIENTS = 32
 # Maximum growth of the memory in bytes.
 MAX_GROWTH = 32 * 2**20
