@@ -285,10 +285,11 @@ def initialize_blocks(
             student_states = [transfer.run(hidden) for hidden in student_states]
         logger.info(
             "Block %d from layer %d of the teacher: the unexplained variance of its hidden states "
-            "is %.1f %%.",
+            "is %.1f %%, and their root mean square is %.3g.",
             index,
             teacher.indices[index],
             100 * unexplained_variance(student_states, teacher_outputs),
+            _flat(student_states).square().mean().sqrt(),
         )
         teacher_inputs = teacher_outputs
 

@@ -313,7 +313,7 @@ def test_killed_run_on_s3_resumes(folder, model_folder, encoder, tmp_path, s3):
         for number in range(2)
     ]
 
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 300
     while len(part_paths()) < 4 and time.monotonic() < limit:
         time.sleep(0.01)
     for process in shards:

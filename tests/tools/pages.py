@@ -40,7 +40,7 @@ PAGES = [
 # Relative tolerance of numbers with a decimal point. One unit of the last digit is also allowed.
 TOLERANCE = 0.01
 # Maximum time of a block in seconds.
-TIMEOUT = 400
+TIMEOUT = 900
 # The published model and its hidden size.
 PUBLISHED = "chandar-lab/NeoBERT"
 HIDDEN_SIZE = "768"
