@@ -22,5 +22,5 @@ DEFAULT_CPU_BATCH_TOKENS = 3072
 # Help texts of options that several commands have.
 DEVICE_HELP = "Device: cpu, cuda, cuda:1, ... By default CUDA if it is available."
 TRUST_REMOTE_CODE_HELP = (
-    "Run the Python code in the repository of the model. NeoBERT does not need it."
+    "Run the Python code in the repository of the model. NeoBERT does not need this option."
 )

@@ -52,7 +52,8 @@ class DataOptions(OptionGroup):
     )
     datasets: list[dict[str, Any]] = option(
         default_factory=list,
-        help="Datasets in a YAML recipe, see recipes/contrastive.yaml.",
+        help="Data sets with columns and instructions, in a YAML recipe. recipes/contrastive.yaml "
+        "is an example.",
         affects_results=False,
     )
     validation_file: str | None = option(
@@ -240,8 +241,8 @@ OPTIONS = {
         "test.jsonl --output runs/encoder",
         TRAINER_DEFAULTS,
         trainer_help={
-            "num_train_epochs": "Number of training epochs (default: 1).",
-            "per_device_train_batch_size": "Batch size per device, in training rows (default: 64).",
+            "num_train_epochs": "Number of training epochs. (default: 1)",
+            "per_device_train_batch_size": "Batch size per device, in training rows. (default: 64)",
             "learning_rate": "Peak learning rate. By default 1e-4. For a local NeoBERT with a "
             "hidden size below 485, half of `neobert.default_learning_rate`, at most 5e-4.",
         },

@@ -96,7 +96,7 @@ OPTIONS = {
     "convert": OptionParser(
         "neobert convert",
         "Convert a raw training checkpoint (DeepSpeed, FSDP, accelerate, Trainer, DDP, torch) to "
-        "a folder\nfor the Hugging Face Hub. Code in a checkpoint is never executed.",
+        "a folder for the Hugging Face Hub. Code in a checkpoint is never executed.",
         ConvertOptions,
         "neobert convert examples/checkpoint runs/converted --sentence-transformers",
     )

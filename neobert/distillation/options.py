@@ -56,7 +56,8 @@ class ModelOptions(OptionGroup):
     )
     teacher_dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "float32",
-        "Precision of the teacher. auto may choose another one when a run is resumed.",
+        "Precision of the teacher. auto depends on the machine, so it may differ when a run is "
+        "resumed.",
     )
     trust_remote_code: bool = option(
         False, "Run the Python code in the repository of the teacher or of the student."
@@ -112,8 +113,8 @@ class DataOptions(OptionGroup):
     )
     validation_percent: Annotated[float, Meta(gt=0, le=50)] | None = option(
         None,
-        "Percentage of the texts held out for evaluation, selected by hash. By default 1, and up "
-        "to 5 for small data, so about 100 texts are held out.",
+        "Percentage of the texts held out for evaluation, selected by hash. By default 1, or for "
+        "fewer than 10,000 texts the percentage of about 100 texts, at most 5.",
     )
     max_validation_texts: Annotated[int, Meta(ge=3)] = option(
         2000, "Maximum number of held-out texts, and of texts per file of --validation-texts."
@@ -256,10 +257,11 @@ TRAINER_DEFAULTS = {
 OPTIONS = {
     "distill": OptionParser(
         "neobert distill",
-        "Train a NeoBERT sentence encoder that reproduces the embeddings of another one.",
+        "Train a NeoBERT, the student, to reproduce the embeddings of another sentence encoder, "
+        "the teacher. The texts need no labels.",
         DistillOptions,
-        "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts "
-        "texts.jsonl --output runs/student",
+        "neobert distill sentence-transformers/all-MiniLM-L6-v2 --texts texts.jsonl --output "
+        "runs/student",
         TRAINER_DEFAULTS,
     ),
 }

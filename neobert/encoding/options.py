@@ -23,7 +23,7 @@ class CorpusOptions(OptionGroup):
         affects_results=False,
     )
     output: str = option(
-        help="Output: a directory of parquet files, a single .parquet file, or the URL of either.",
+        help="Directory of parquet files to write, a single .parquet file, or the URL of either.",
         positional=True,
         affects_results=False,
     )
@@ -46,7 +46,8 @@ class ModelOptions(OptionGroup):
     title = "Model"
 
     model: str = option(
-        help="Sentence encoder, or encoder without a pooling module: a directory or a Hub name.",
+        help="Sentence encoder, or encoder without a pooling module: a directory or a name on the "
+        "Hub.",
         metavar="NAME",
     )
     prompt_name: str | None = option(

@@ -57,7 +57,8 @@ class TaskOptions(OptionGroup):
     )
     tasks: list[str] = option(
         default_factory=lambda: [BENCHMARKS[0]],
-        help="Names of tasks and benchmarks, such as 'MTEB(eng, v1)' (the paper's) or NanoBEIR.",
+        help="Names of tasks and benchmarks, such as NanoBEIR or 'MTEB(eng, v1)', the benchmark "
+        "of the paper.",
         metavar="NAME",
     )
     name: str | None = option(
@@ -104,7 +105,7 @@ class InferenceOptions(OptionGroup):
 
     dtype: Literal[DTYPES] = option(  # type: ignore[valid-type]
         "auto",
-        f"Precision. {AUTO_DTYPE_HELP} int8 is for NeoBERT on a CPU.",
+        f"Precision of the model. {AUTO_DTYPE_HELP} int8 is for NeoBERT on a CPU.",
     )
     device: str | None = option(None, DEVICE_HELP, metavar="NAME")
     batch_tokens: Annotated[int, Meta(ge=1)] | None = option(None, BATCH_TOKENS_HELP)
@@ -123,8 +124,8 @@ class MtebOptions:
 OPTIONS: dict[str, OptionParser[Any]] = {
     "retrieval": OptionParser(
         "neobert retrieval",
-        "Measure recall and MRR of an encoder: all texts of a file are ranked for every query of "
-        "the file.",
+        "Measure the retrieval quality of an encoder on pairs: recall and MRR, with all texts of "
+        "the file ranked for every query of the file.",
         RetrievalOptions,
         "neobert retrieval runs/encoder --pairs test.jsonl",
     ),

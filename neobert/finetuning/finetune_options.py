@@ -54,8 +54,8 @@ class DataOptions(OptionGroup):
     )
     text_column: list[str] | None = option(
         None,
-        "Column that contains the text, or the two columns of a pair. By default text, sentence "
-        "or tokens.",
+        "Column that contains the text, or the two columns of a pair. By default the first of "
+        "text, sentence and tokens in the input; tokens if the labels are tags of its words.",
         metavar="NAME",
     )
     label_column: list[str] | None = option(
@@ -67,7 +67,7 @@ class DataOptions(OptionGroup):
     )
     validation_file: str | None = option(
         None,
-        "File of rows that select the checkpoint. By default a part of the training rows.",
+        "File of rows for selecting the checkpoint. By default a part of the training rows.",
         metavar="PATH",
         affects_results=False,
     )
@@ -89,7 +89,7 @@ class DataOptions(OptionGroup):
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] = option(
         512,
         "Maximum sequence length in tokens; longer texts are truncated in training and evaluation. "
-        "The saved model uses this length by default in neobert predict.",
+        "It is also the default length of neobert predict.",
     )
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class EvaluationOptions(OptionGroup):
         None,
         "Metric that selects the checkpoint. By default accuracy for classification, micro_f1 for "
         "multi-label classification and spearman for regression; token classification always uses "
-        "F1.",
+        "the F1 of entities.",
     )
     patience: Annotated[int, Meta(ge=1)] | None = option(
         None,

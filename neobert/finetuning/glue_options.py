@@ -62,12 +62,14 @@ class ModelOptions(OptionGroup):
     )
     start: Literal["auto", "none"] = option(
         "auto",
-        "Start of RTE, STS-B, MRPC and QNLI: auto for the best finished MNLI run under --output, "
-        "none for the encoder itself.",
+        "Initial model of RTE, STS-B, MRPC and QNLI: auto for the best finished MNLI run under "
+        "--output, none for --model.",
         affects_results=False,
     )
     classifier_pooling: Literal["cls", "mean"] | None = option(
-        None, "Pooling of the classification head of NeoBERT. (default: from config.json)"
+        None,
+        "Pooling of the classification head of NeoBERT. By default `classifier_pooling` in "
+        "config.json.",
     )
     head_dropout: Annotated[float, Meta(ge=0, lt=1)] = option(
         0.1, "Dropout probability of the classification head."
@@ -108,7 +110,7 @@ class OutputOptions(OptionGroup):
     )
     name: str | None = option(
         None,
-        "Name of the table's row. (default: last part of --model)",
+        "Name of the row in the table. By default the last part of --model.",
         metavar="NAME",
         affects_results=False,
     )
@@ -128,15 +130,15 @@ class SelectionOptions(OptionGroup):
 
     selection: Literal["heldout", "dev"] = option(
         "heldout",
-        "Rows that choose the checkpoint and stop the run: held-out training rows, or the dev set "
-        "as published.",
+        "Rows for selecting the checkpoint and for early stopping: heldout for a part of the "
+        "training rows, dev for the dev set, as in the paper.",
     )
     heldout_fraction: Annotated[float, Meta(gt=0, lt=1)] = option(
         0.1, "Fraction of the training rows that is held out."
     )
     heldout_rows: Annotated[int, Meta(ge=1)] = option(2000, "Maximum number of held-out rows.")
     patience: Annotated[int, Meta(ge=1)] = option(
-        15, "Number of evaluations without progress after which the run stops."
+        15, "Number of evaluations without improvement after which the run stops."
     )
     max_eval_interval: Annotated[int, Meta(ge=1)] = option(
         500, "Maximum number of steps between two evaluations."
@@ -186,12 +188,14 @@ class OptimizationOptions(OptionGroup):
     )
     presets: Presets = option(
         default_factory=dict,
-        help="Hyperparameters in a YAML recipe, {preset: {task: {hyperparameter: value}}}.",
+        help="Hyperparameters of all presets, in a YAML recipe: {preset: {task: {hyperparameter: "
+        "value}}}. By default those of recipes/glue.yaml.",
         affects_results=False,
     )
     grid_values: GridValues = option(
         default_factory=dict,
-        help="Grid in a YAML recipe, {hyperparameter: values}.",
+        help="Values for --grid, in a YAML recipe: {hyperparameter: values}. By default the grid "
+        "of the paper.",
         affects_results=False,
     )
 
@@ -211,7 +215,7 @@ class GlueLoraOptions(LoraOptions):
     )
     lora_grid_values: GridValues = option(
         default_factory=dict,
-        help="Grid of --grid with --lora, {hyperparameter: values}.",
+        help="Values for --grid with --lora, in a YAML recipe: {hyperparameter: values}.",
         affects_results=False,
     )
 
@@ -371,9 +375,9 @@ GLUE_OPTIONS = OptionParser(
     default_recipes=(RECIPE,),
     # The defaults are those of the recipe.
     trainer_help={
-        "num_train_epochs": "Number of training epochs (default: 10).",
-        "lr_scheduler_type": "Learning rate schedule, such as linear, cosine or constant "
-        "(default: linear).",
+        "num_train_epochs": "Number of training epochs. (default: 10)",
+        "lr_scheduler_type": "Learning rate schedule, such as linear, cosine or constant. "
+        "(default: linear)",
         "report_to": "Experiment tracker: none, tensorboard, wandb, ... (default: none)",
     },
     trainer_replaced={

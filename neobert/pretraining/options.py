@@ -69,9 +69,9 @@ class DataOptions(OptionGroup):
     # Datasets are identified by their content.
     dataset: str | list[str | dict[str, Any]] = option(
         help="Training texts: a file, a directory or a glob (txt, jsonl, csv, tsv, parquet), a "
-        "saved dataset, or a dataset on the Hub (name:subset@revision). Several as a list, also "
-        "with sampling weights: [{name: mine.jsonl, weight: 0.9}, {name: general.jsonl, weight: "
-        "0.1}].",
+        "saved dataset, or a dataset on the Hub (name:subset@revision). For several sources, pass "
+        "a list, optionally with sampling weights: [{name: mine.jsonl, weight: 0.9}, {name: "
+        "general.jsonl, weight: 0.1}].",
         metavar="NAME",
         affects_results=False,
     )

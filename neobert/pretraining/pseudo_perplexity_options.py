@@ -20,7 +20,7 @@ class ModelOptions(OptionGroup):
     title = "Model"
 
     model: list[str] = option(
-        help="Masked language models: directories or Hub names.",
+        help="Masked language models: directories or names on the Hub.",
         metavar="NAME",
         affects_results=False,
     )
@@ -69,8 +69,8 @@ class TextOptions(OptionGroup):
         "truncate",
         "Assignment of texts to lengths. truncate: measure each text at every length that it "
         "reaches, truncated to this length. full: measure each text once at its full length, "
-        "truncated to the largest of --lengths, and count it under the smallest length that is at "
-        "least as long.",
+        "truncated to the largest of --lengths, and count it under the smallest length that is not "
+        "exceeded.",
     )
 
 

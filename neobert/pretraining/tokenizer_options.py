@@ -45,13 +45,12 @@ class VocabularyOptions(OptionGroup):
     )
     min_frequency: Annotated[int, Meta(ge=1)] = option(
         2,
-        "Minimum number of occurrences of a character or token. Rarer ones are not added to the "
-        "vocabulary.",
+        "Minimum number of occurrences for a character or token to be added to the vocabulary.",
     )
     extend: str | None = option(
         None,
-        "WordPiece tokenizer to extend: a directory or a Hub name. Its tokens keep their ids, and "
-        "new tokens are appended.",
+        "WordPiece tokenizer to extend: a directory or a name on the Hub. Its tokens keep their "
+        "IDs, and new tokens are appended.",
         metavar="NAME",
     )
 

@@ -29,7 +29,8 @@ class ModelOptions(OptionGroup):
     title = "Models"
 
     model: str = option(
-        help="Sentence encoder, or encoder without a pooling module: a directory or a Hub name.",
+        help="Sentence encoder, or encoder without a pooling module: a directory or a name on the "
+        "Hub.",
         metavar="NAME",
     )
     reranker: str | None = option(
@@ -61,7 +62,7 @@ class RequestOptions(OptionGroup):
     title = "Requests"
 
     truncate: bool = option(
-        False, "Truncate texts above the limit of the model instead of refusing them with 400."
+        False, "Truncate texts above the limit of the model instead of refusing them with HTTP 400."
     )
     tiktoken_encoding: str | None = option(
         None,
@@ -79,7 +80,7 @@ class RequestOptions(OptionGroup):
     queue_tokens: Annotated[int, Meta(ge=1)] = option(
         200_000,
         "Maximum number of tokens in the queue of a model, above which requests are refused with "
-        "429.",
+        "HTTP 429.",
     )
 
 
@@ -103,8 +104,9 @@ class ServerOptions(OptionGroup):
     )
     api_key: str | None = option(
         None,
-        "Key that clients send as a bearer token. By default the environment variable "
-        f"{API_KEY_VARIABLE}, which other users of the machine cannot read.",
+        "Key that clients send as a bearer token. By default the value of the environment variable "
+        f"{API_KEY_VARIABLE}. Other users of the machine can read the command line, but not the "
+        "variable.",
         metavar="TEXT",
     )
 
