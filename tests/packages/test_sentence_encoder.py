@@ -164,5 +164,6 @@ def test_module_constants_and_readme_match_the_model():
     settings = json.loads((ENCODER / "sentence_bert_config.json").read_text())
     assert f"DIMENSION = {config['hidden_size']}" in module
     assert f"MAX_LENGTH = {settings['max_seq_length']}" in module
-    assert f"{config['num_hidden_layers']} layers of {config['hidden_size']}" in readme
+    layers = config["num_hidden_layers"]
+    assert f"{layers} layers and a hidden size of {config['hidden_size']}" in readme
     assert f"first {settings['max_seq_length']} tokens" in readme
