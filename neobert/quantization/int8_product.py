@@ -25,8 +25,8 @@ from ..common.measures import best_times, one_thread
 ZERO_POINT = 128
 # Largest integer weight.
 MAX_WEIGHT = 127
-# Minimum speedup over float32. Measurements vary by some percent, so a product that is about as fast
-# as the one in float32 is accepted with a warning.
+# Minimum speedup over float32. Measurements vary by some percent, so a product that is about as
+# fast as the one in float32 is accepted with a warning.
 MIN_SPEEDUP = 0.5
 # Minimum speedup without a warning.
 MIN_USEFUL_SPEEDUP = 1.1
@@ -139,8 +139,8 @@ def is_exact(limit_pairs: bool, rows: int, inputs: int = 520) -> bool:
 def check_int8_product(even_if_slow: bool = False) -> bool:
     """Check that the product of this CPU is exact, and not much slower than the one in float32.
 
-    The check takes some milliseconds on one thread. A product that is not clearly faster is reported
-    in a warning.
+    The check takes some milliseconds on one thread. A product that is not clearly faster is
+    reported in a warning.
 
     Args:
         even_if_slow: Whether to accept a product that is much slower than the one in float32.
@@ -176,8 +176,8 @@ def check_int8_product(even_if_slow: bool = False) -> bool:
         )
     if speedup < MIN_USEFUL_SPEEDUP:
         logger.warning(
-            "The int8 matrix product of this processor is %.2f times as fast as the one in float32. "
-            "float32 is more accurate and may be faster.",
+            "The int8 matrix product of this processor has a speedup of %.2f over the one in "
+            "float32. float32 is more accurate and may be faster.",
             speedup,
         )
     # False comes first: pairs are only limited if this is necessary.

@@ -407,8 +407,8 @@ def test_example_error_starts_with_script_name(tmp_path):
 def search(monkeypatch, capfd):
     """Return a function that runs examples/search.py and returns its output.
 
-    If `code` is not 0, the function returns the error. With `in_process=False`, the script runs in a
-    process of its own.
+    If `code` is not 0, the function returns the error. With `in_process=False`, the script runs in
+    a process of its own.
     """
     pytest.importorskip("lancedb")
     pytest.importorskip("sentence_transformers")
