@@ -54,11 +54,11 @@ SMALL = {
     ),
     "export to ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
     "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
-    "fine-tune on GLUE's tasks or data of that form": (
+    "fine-tune on GLUE or local data of the same form": (
         ["--seeds=1 --num-train-epochs=1 --max-length=16 --batch-size=8".split()],
         "runs/glue/table.md",
     ),
-    "run MTEB or NanoBEIR, from the Hub": ([[]], "results/mteb/table.md"),
+    "evaluate on MTEB or NanoBEIR": ([[]], "results/mteb/table.md"),
     "measure quality by text length": (
         ["--max-texts=2 --lengths=16 --positions=4".split()],
         "runs/pseudo_perplexity/pseudo_perplexity.csv",
@@ -69,7 +69,7 @@ SMALL = {
     ),
 }
 # Rows that fail at the download of their data, and the error message.
-FROM_THE_HUB = {"run MTEB or NanoBEIR, from the Hub": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
+FROM_THE_HUB = {"evaluate on MTEB or NanoBEIR": "Couldn't reach 'mteb/NanoArguAnaRetrieval'"}
 
 
 def commands(cell):
