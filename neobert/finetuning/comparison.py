@@ -20,8 +20,8 @@ from .baselines import (
 )
 from .evaluation import metric_inputs
 from .finetune_options import FinetuneOptions
-from .rows import REGRESSION, TOKENS, Examples, TextTask
 from .splits import Splits
+from .text_tasks import REGRESSION, TOKENS, Examples, TextTask
 from .token_baselines import fit_token_baselines
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from .baselines import METRICS
-from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
 from .tagging import find_entities, predicted_tags, tag_counts, token_positions
+from .text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
 from .tokenization import tokenize_rows
 
 

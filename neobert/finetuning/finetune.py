@@ -66,8 +66,8 @@ from .finetune_card import write_card
 from .finetune_options import FINETUNE, FinetuneOptions
 from .model import encoder_hidden_size, load_classifier
 from .plots import plot_confusion, plot_label_f1, plot_learning_curve, plot_values
-from .rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
 from .splits import Splits, read_splits
+from .text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
 from .trainer import (
     FIXED,
     FinetuneTrainer,

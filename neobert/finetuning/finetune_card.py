@@ -14,7 +14,7 @@ from .baselines import metric_title
 from .comparison import metrics_table
 from .finetune_options import FinetuneOptions
 from .plots import MAX_LABELS
-from .rows import CLASSIFICATION, REGRESSION, TOKENS, TextTask
+from .text_tasks import CLASSIFICATION, REGRESSION, TOKENS, TextTask
 
 
 # Maximum number of labels of a confusion matrix as a table. metrics.json contains all matrices.

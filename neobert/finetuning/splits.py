@@ -9,16 +9,17 @@ import numpy as np
 
 from ..common.errors import UserError
 from .finetune_options import DataOptions
-from .rows import (
+from .label_encoding import encode_labels
+from .rows import RawRows, find_columns, read_rows
+from .tag_encoding import encode_tags
+from .text_tasks import (
     CLASSIFICATION,
     MULTI_LABEL,
     REGRESSION,
+    TOKENS,
     Examples,
     TextTask,
-    encode_rows,
-    find_columns,
     infer_task,
-    read_rows,
 )
 
 
@@ -57,21 +58,15 @@ def read_splits(
     Raises:
         UserError: If the rows cannot be read, or there are too few.
     """
-    columns = find_columns(options.train, options.text_column, options.label_column)
-    own_files = {"validation": options.validation_file, "test": options.test_file}
-    sources = {"train": options.train, **own_files}
-    raw = {name: read_rows(source, *columns) for name, source in sources.items() if source}
-    for part in raw.values():
-        if part.omitted:
-            logger.info(
-                "%s: %s rows without a text or a label are left out.",
-                part.source,
-                f"{part.omitted:,}",
-            )
+    text_columns, label_columns = find_columns(
+        options.train, options.text_column, options.label_column
+    )
+    raw = _read_files(options, text_columns, label_columns)
 
     # The training rows decide the task, because the other files are optional.
-    task = infer_task(raw["train"], *columns, options.task)
-    task, examples = encode_rows(task, [*raw.values()], known_labels)
+    task = infer_task(raw["train"], text_columns, label_columns, options.task)
+    encode = encode_tags if task.name == TOKENS else encode_labels
+    task, examples = encode(task, [*raw.values()], known_labels)
     encoded = dict(zip(raw, examples))
     train = encoded["train"]
     validation = encoded.get("validation")
@@ -88,6 +83,42 @@ def read_splits(
         validation=validation or train.select(validation_rows),
         test=test or train.select(test_rows),
     )
+    _check_sizes(task, splits, options)
+    _report(task, splits)
+    return task, splits
+
+
+def _read_files(
+    options: DataOptions, text_columns: Sequence[str], label_columns: Sequence[str]
+) -> dict[str, RawRows]:
+    """Return the rows of each file, {"train", "validation" or "test": rows}."""
+    sources = {
+        "train": options.train,
+        "validation": options.validation_file,
+        "test": options.test_file,
+    }
+    raw = {}
+    for name, source in sources.items():
+        if source:
+            raw[name] = read_rows(source, text_columns, label_columns)
+
+    for rows in raw.values():
+        if rows.omitted:
+            logger.info(
+                "%s: %s rows without a text or a label are left out.",
+                rows.source,
+                f"{rows.omitted:,}",
+            )
+    return raw
+
+
+def _check_sizes(task: TextTask, splits: Splits, options: DataOptions) -> None:
+    """Check that each part has at least two rows.
+
+    Raises:
+        UserError: If a part has fewer rows.
+    """
+    own_files = {"validation": options.validation_file, "test": options.test_file}
     for name, count in splits.sizes().items():
         if count >= 2:
             continue
@@ -100,8 +131,6 @@ def read_splits(
             if task.name == CLASSIFICATION:
                 remedy += " Labels of fewer than 3 texts stay in the training rows."
         raise UserError(f"the {name} part must have at least 2 rows, got {count}. {remedy}")
-    _report(task, splits)
-    return task, splits
 
 
 def split_rows(
@@ -126,9 +155,10 @@ def split_rows(
     for index, texts in enumerate(examples.texts):
         groups.setdefault(texts, []).append(index)
     members = list(groups.values())
+
+    # A rare label needs its rows for training.
     keys = _strata(task, [examples.labels[rows[0]] for rows in members])
     counts = Counter(keys)
-    # A rare label needs its rows for training.
     is_class = task.name == CLASSIFICATION
     splittable = [i for i, key in enumerate(keys) if counts[key] >= 3 or not is_class]
 
@@ -136,19 +166,23 @@ def split_rows(
     # same fraction of every label.
     order = np.random.default_rng(seed).permutation(splittable)
     order = np.array(sorted(order, key=lambda i: keys[i]), dtype=np.int64)
-    parts: list[list[int]] = [[], [], []]
+
     # The interval [0, 1) is divided into validation, test and training rows. A value below the
-    # first bound belongs to part 1, one below the second bound to part 2, and any other to part 0.
-    targets = np.cumsum([0.0, *fractions])
+    # first bound belongs to part 1, one below the second bound to part 2, and any other to part 3.
+    bounds = np.cumsum([0.0, *fractions])
+    parts: dict[int, list[int]] = {1: [], 2: [], 3: []}
     for position, group in enumerate(order):
         # A sequence of low discrepancy; the golden ratio spaces its values most evenly.
         value = (position * 0.6180339887498949) % 1.0
-        part = int(np.searchsorted(targets, value, side="right"))
-        parts[0 if part > 2 else part].extend(members[group])
+        part = int(np.searchsorted(bounds, value, side="right"))
+        parts[part].extend(members[group])
 
-    chosen = {*parts[1], *parts[2]}
-    kept = [index for index in range(len(examples)) if index not in chosen]
-    return kept, sorted(parts[1]), sorted(parts[2])
+    # The rows of rare labels are training rows, too.
+    validation_rows = sorted(parts[1])
+    test_rows = sorted(parts[2])
+    chosen = {*validation_rows, *test_rows}
+    train_rows = [index for index in range(len(examples)) if index not in chosen]
+    return train_rows, validation_rows, test_rows
 
 
 def _strata(task: TextTask, labels: Sequence) -> list[tuple]:

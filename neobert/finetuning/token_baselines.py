@@ -10,8 +10,8 @@ from sklearn.feature_extraction import FeatureHasher
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, PreTrainedTokenizerBase
 
-from .rows import Examples, TextTask
 from .tagging import OUTSIDE, Bounds, token_positions
+from .text_tasks import Examples, TextTask
 
 
 Tags = list[list[str]]

@@ -35,13 +35,6 @@ from ..embeddings.packed_encoder import token_batches
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
 from ..finetuning.calibration import probabilities
-from ..finetuning.rows import (
-    CLASSIFICATION,
-    MULTI_LABEL,
-    REGRESSION,
-    TOKENS,
-    TextTask,
-)
 from ..finetuning.tagging import (
     Bounds,
     find_entities,
@@ -52,6 +45,13 @@ from ..finetuning.tagging import (
     split_words,
     to_bio,
     token_positions,
+)
+from ..finetuning.text_tasks import (
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    TOKENS,
+    TextTask,
 )
 from ..finetuning.tokenization import tokenize_rows
 from ..quantization.int8 import quantize_int8

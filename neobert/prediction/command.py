@@ -28,7 +28,8 @@ from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import Output, differences, is_record_of
 from ..encoding.manifest import Truncation
-from ..finetuning.rows import CLASSIFICATION, MULTI_LABEL, TOKENS, parsed_list
+from ..finetuning.rows import parsed_list
+from ..finetuning.text_tasks import CLASSIFICATION, MULTI_LABEL, TOKENS
 from .classifier import PackedClassifier, TaskRecord
 from .options import OPTIONS, PredictOptions
 from .table import FORMATS, Table, output_columns

@@ -19,7 +19,7 @@ import pyarrow.parquet
 from ..common import data
 from ..common.errors import UserError, listed
 from ..encoding.columns import column_array, inferred_types
-from ..finetuning.rows import CLASSIFICATION, MULTI_LABEL, REGRESSION, TextTask
+from ..finetuning.text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TextTask
 
 
 FORMATS = (".csv", ".jsonl", ".parquet")

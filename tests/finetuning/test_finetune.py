@@ -30,9 +30,9 @@ from neobert.finetuning.finetune import (
     task_record,
 )
 from neobert.finetuning.finetune_options import FINETUNE
-from neobert.finetuning.rows import Examples, TextTask
 from neobert.finetuning.splits import Splits, read_splits
 from neobert.finetuning.tagging import split_words
+from neobert.finetuning.text_tasks import Examples, TextTask
 from neobert.finetuning.tokenization import tokenize_rows
 from neobert.finetuning.trainer import add_adapters, save_model, scale_output
 from neobert.prediction.classifier import TaskRecord

@@ -11,8 +11,9 @@ from helpers.jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.finetuning.finetune_options import DataOptions
-from neobert.finetuning.rows import Examples, TextTask, read_rows
+from neobert.finetuning.rows import read_rows
 from neobert.finetuning.splits import read_splits, split_rows
+from neobert.finetuning.text_tasks import Examples, TextTask
 
 
 def read(tmp_path, rows, known_labels=None, **options):
