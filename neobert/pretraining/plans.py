@@ -89,24 +89,27 @@ class Plan:
 
         min_tokens = batch_options.parts[number][0]
         self.ids = windows.ids_of_texts_with(min_tokens)
+        sampling_weights = windows.texts.sampling_weights
+
         # The ids are ascending and each source is a range of them, so a binary search finds
         # where a source ends.
-        shares = windows.texts.shares
         source_ends = np.array([len(self.ids)])
-        if shares:
+        if sampling_weights:
             source_ends = np.searchsorted(self.ids, windows.source_ends())
-        if not np.diff(source_ends, prepend=0).all():
+        source_sizes = np.diff(source_ends, prepend=0)
+        if not source_sizes.all():
             raise UserError(
                 f"`mixture` needs texts of at least {min_tokens} tokens, but "
-                f"{'a source' if shares else 'the data'} has none."
+                f"{'a source' if sampling_weights else 'the data'} has none."
             )
         self.weighted: WeightedOrder | None = None
-        if shares:
-            self.weighted = WeightedOrder(self.ids, source_ends, shares, self.seed)
+        if sampling_weights:
+            self.weighted = WeightedOrder(self.ids, source_ends, sampling_weights, self.seed)
 
         # Number of batches before each epoch, for `locate`.
         self.batches_before_epoch = [0]
         self._newest: tuple[int, EpochPlan] | None = None
+
         # With epochs that have no batch, `locate` would never end.
         if not single_epoch and not self.num_batches(0):
             raise UserError(
@@ -228,7 +231,7 @@ class WeightedOrder:
     Args:
         ids: Ids of the windows, ascending, (windows,).
         ends: Position in `ids` of the end of each source, (sources,).
-        shares: Sampling weights of the sources, which sum to 1, (sources,).
+        sampling_weights: Sampling weights of the sources, which sum to 1, (sources,).
         seed: Random seed.
 
     Attributes:
@@ -240,7 +243,7 @@ class WeightedOrder:
         self,
         ids: np.ndarray,
         ends: np.ndarray | Sequence[int],
-        shares: Sequence[float],
+        sampling_weights: Sequence[float],
         seed: tuple[int, ...],
     ) -> None:
         self.sources = np.split(ids, ends[:-1])
@@ -251,10 +254,10 @@ class WeightedOrder:
         # The source that is exhausted first ends an epoch. If an epoch contained few windows of the
         # rarest source, rounding would change the fractions, so an epoch may contain windows
         # of that source more than once.
-        weights = np.asarray(shares)
+        weights = np.asarray(sampling_weights)
         sizes = np.array([len(source) for source in self.sources])
-        total = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
-        self.samples = [max(1, round(weight * total)) for weight in weights]
+        epoch_size = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
+        self.samples = [max(1, round(weight * epoch_size)) for weight in weights]
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the ids of the windows in the order of an epoch."""

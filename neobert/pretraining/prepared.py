@@ -41,13 +41,14 @@ class TokenizedTexts:
         rows: Dataset with the column input_ids, without special tokens.
         lengths: Number of tokens of each text including the two special tokens, (texts,) int32.
         sizes: Number of texts of each weighted source, (sources,); empty for a single dataset.
-        shares: Sampling weights of the sources, which sum to 1; empty for a single dataset.
+        sampling_weights: Sampling weights of the sources, which sum to 1; empty for a single
+            dataset.
     """
 
     rows: Dataset
     lengths: np.ndarray
     sizes: tuple[int, ...] = ()
-    shares: tuple[float, ...] = ()
+    sampling_weights: tuple[float, ...] = ()
 
     @classmethod
     def from_dataset(cls, rows: Dataset) -> "TokenizedTexts":
@@ -58,14 +59,19 @@ class TokenizedTexts:
 
     @classmethod
     def concatenate(
-        cls, sources: Sequence["TokenizedTexts"], shares: Sequence[float]
+        cls, sources: Sequence["TokenizedTexts"], sampling_weights: Sequence[float]
     ) -> "TokenizedTexts":
-        """Concatenate tokenized sources, to be sampled with these weights."""
+        """Concatenate tokenized sources, to be sampled with these weights.
+
+        Args:
+            sources: Texts of each source.
+            sampling_weights: Sampling weights of the sources, which sum to 1.
+        """
         return cls(
             rows=concatenate_datasets([source.rows for source in sources]),
             lengths=np.concatenate([source.lengths for source in sources]),
             sizes=tuple(len(source.lengths) for source in sources),
-            shares=tuple(shares),
+            sampling_weights=tuple(sampling_weights),
         )
 
 

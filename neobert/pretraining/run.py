@@ -26,9 +26,9 @@ from .schedule import (
     adaptation_learning_rate,
     make_training_arguments,
     steps_of_epochs,
-    token_shares,
+    token_fractions,
 )
-from .sources import Source, load_rows, parse_sources, shares_of, source_digest
+from .sources import Source, load_rows, normalized_weights, parse_sources, source_digest
 from .streaming import StreamedBatches
 from .validation import METRICS, check_validation_sets, metric_name, parse_validation
 
@@ -72,7 +72,7 @@ class PretrainingRun:
         datasets = {"train": self.sources}
         # Sampling weights may change without tokenizing the texts again, as each source has a
         # dataset.
-        if shares_of(self.sources):
+        if normalized_weights(self.sources):
             datasets = {f"train-{i}": (source,) for i, source in enumerate(self.sources, 1)}
         for name, sources in self.validation.items():
             datasets[validation_folder(name)] = sources
@@ -311,25 +311,27 @@ def _steps_of_epochs(
     texts = [tokenized_texts(run, name, tokenizer) for name in run.train_datasets]
     boundaries = boundary_tokens(tokenizer)
     windows = [TokenWindows(part, boundaries, batch) for part in texts]
-    shares = shares_of(run.sources)
-    micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
+    window_counts = [len(part) for part in windows]
+    # Fraction of each source in the windows of the run; empty without weights.
+    fractions = normalized_weights(run.sources)
 
-    # Sizes are in micro-batches, in sequences or in tokens. Micro-batches have fewer tokens than
-    # `micro_batch_tokens`, and the last one of an epoch is smaller, so they are counted where an
-    # epoch has a fixed order.
-    if not shares and not batch.mixture:
-        micro_batch = 1
+    # The sizes of the sources and of a micro-batch are in micro-batches, in sequences or in tokens.
+    # Micro-batches have fewer tokens than `micro_batch_tokens`, and the last one of an epoch is
+    # smaller, so they are counted where an epoch has a fixed order.
+    if not fractions and not batch.mixture:
         sizes = [Plan(windows[0], batch, run.data_seed, 0).num_batches(0)]
+        micro_batch_size = 1
     elif batch.micro_batch_tokens is None:
-        micro_batch = batch.micro_batch_size or 1
-        sizes = [len(part) for part in windows]
+        sizes = window_counts
+        micro_batch_size = batch.micro_batch_size or 1
     else:
-        micro_batch = batch.micro_batch_tokens
         sizes = [int(part.lengths(np.arange(len(part))).sum()) for part in windows]
-        # The sampling weights are fractions of the windows, and the sizes are in tokens.
-        if shares:
-            shares = token_shares(shares, sizes, [len(part) for part in windows])
-    return steps_of_epochs(epochs, sizes, shares, micro_batch * micro_batches_per_step)
+        micro_batch_size = batch.micro_batch_tokens
+        if fractions:
+            fractions = token_fractions(fractions, sizes, window_counts)
+
+    micro_batches_per_step = run.training.world_size * run.training.gradient_accumulation_steps
+    return steps_of_epochs(epochs, sizes, fractions, micro_batch_size * micro_batches_per_step)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -400,34 +402,55 @@ def validation_batches(
 def training_batches(
     run: PretrainingRun, tokenizer: PreTrainedTokenizerBase
 ) -> MicroBatches | StreamedBatches:
-    """Return the micro-batches of all processes, or those of this process if texts are streamed."""
+    """Return the micro-batches of all processes, or those of this process if texts are streamed.
+
+    Raises:
+        NothingToMask: If no token of the first prepared batches can be masked.
+    """
     training = run.training
-    batch_options = run.options.batch
-    masking = make_masking(run.options.masking, tokenizer)
-    shares = shares_of(run.sources)
     # Number of micro-batches of the whole run in all processes.
     count = training.max_steps * training.gradient_accumulation_steps * training.world_size
     if run.streams:
-        # Sources with weights are sampled, and each of them needs a stream. Sources without weights
-        # are read one after another.
-        parts = [(source,) for source in run.sources] if shares else [run.sources]
-        return StreamedBatches(
-            rows=[load_rows(part) for part in parts],
-            shares=shares,
-            tokenizer=tokenizer,
-            masking=masking,
-            batch_options=batch_options,
-            seed=run.data_seed,
-            count=count,
-            rank=training.process_index,
-            world_size=training.world_size,
-            workers=training.dataloader_num_workers,
-        )
+        return _streamed_batches(run, tokenizer, count)
+    return _prepared_batches(run, tokenizer, count)
 
+
+def _streamed_batches(
+    run: PretrainingRun, tokenizer: PreTrainedTokenizerBase, count: int
+) -> StreamedBatches:
+    """Return the micro-batches of this process, whose texts are tokenized during training."""
+    masking = make_masking(run.options.masking, tokenizer)
+    # Sources with weights are sampled, and each of them needs a stream. Sources without weights
+    # are read one after another.
+    sampling_weights = normalized_weights(run.sources)
+    parts = [(source,) for source in run.sources] if sampling_weights else [run.sources]
+    return StreamedBatches(
+        rows=[load_rows(part) for part in parts],
+        sampling_weights=sampling_weights,
+        tokenizer=tokenizer,
+        masking=masking,
+        batch_options=run.options.batch,
+        seed=run.data_seed,
+        count=count,
+        rank=run.training.process_index,
+        world_size=run.training.world_size,
+        workers=run.training.dataloader_num_workers,
+    )
+
+
+def _prepared_batches(
+    run: PretrainingRun, tokenizer: PreTrainedTokenizerBase, count: int
+) -> MicroBatches:
+    """Return the micro-batches of all processes from prepared texts."""
+    masking = make_masking(run.options.masking, tokenizer)
+    sampling_weights = normalized_weights(run.sources)
     texts = [tokenized_texts(run, name, tokenizer) for name in run.train_datasets]
-    all_texts = TokenizedTexts.concatenate(texts, shares) if shares else texts[0]
-    windows = TokenWindows(all_texts, boundary_tokens(tokenizer), batch_options)
-    batches = MicroBatches(windows, masking, batch_options, run.data_seed, count)
+    all_texts = texts[0]
+    if sampling_weights:
+        all_texts = TokenizedTexts.concatenate(texts, sampling_weights)
+
+    windows = TokenWindows(all_texts, boundary_tokens(tokenizer), run.options.batch)
+    batches = MicroBatches(windows, masking, run.options.batch, run.data_seed, count)
     _check_maskable(batches, min(count, CHECKED_BATCHES), str(run.options.data.dataset))
     return batches
 

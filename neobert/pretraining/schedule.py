@@ -192,34 +192,34 @@ def adaptation_learning_rate(hidden_size: int) -> float:
 
 
 def steps_of_epochs(
-    epochs: float, sizes: Sequence[int], shares: Sequence[float], global_batch_size: int
+    epochs: float, sizes: Sequence[int], fractions: Sequence[float], global_batch_size: int
 ) -> int:
     """Return the number of optimizer steps of `epochs` epochs, rounded up.
 
     Args:
         epochs: Number of epochs. An epoch of weighted sources ends when the first source does.
         sizes: Size of each source, in the unit of `global_batch_size`.
-        shares: Fraction of each source, in the same unit; empty without weights.
+        fractions: Fraction of each source in the batches, in the same unit; empty without weights.
         global_batch_size: Sequences or tokens per optimizer step over all devices.
     """
-    epoch: float = sum(sizes)
-    if shares:
-        # A source is exhausted after size / share units of the mixture.
-        epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
-    return max(1, math.ceil(epochs * epoch / global_batch_size))
+    epoch_size: float = sum(sizes)
+    if fractions:
+        # A source is exhausted after size / fraction units of the mixture.
+        epoch_size = min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
+    return max(1, math.ceil(epochs * epoch_size / global_batch_size))
 
 
-def token_shares(
-    shares: Sequence[float], token_counts: Sequence[int], window_counts: Sequence[int]
+def token_fractions(
+    window_fractions: Sequence[float], token_counts: Sequence[int], window_counts: Sequence[int]
 ) -> list[float]:
     """Return the fraction of each source in the tokens of a run.
 
     Args:
-        shares: Fraction of each source in the windows of the run, which sum to 1.
+        window_fractions: Fraction of each source in the windows of the run, which sum to 1.
         token_counts: Number of tokens of each source.
         window_counts: Number of windows of each source.
     """
     # A source of longer windows has a larger fraction of the tokens.
-    counts = zip(shares, token_counts, window_counts, strict=True)
-    weights = [share * tokens / windows for share, tokens, windows in counts]
+    sources = zip(window_fractions, token_counts, window_counts, strict=True)
+    weights = [fraction * tokens / windows for fraction, tokens, windows in sources]
     return [weight / sum(weights) for weight in weights]

@@ -170,7 +170,7 @@ def _parse_entry(entry: str | dict[str, Any], split: str, column: str, option: s
     return Source(name, subset=subset or None, revision=revision or None, **fields)
 
 
-def shares_of(sources: Sequence[Source]) -> list[float]:
+def normalized_weights(sources: Sequence[Source]) -> list[float]:
     """Return the sampling weights of sources, which sum to 1; [] for sources without weights."""
     weights = [source.weight for source in sources if source.weight is not None]
     total = math.fsum(weights)
@@ -316,8 +316,9 @@ def source_digest(sources: Sequence[Source]) -> str:
     of the sampling weights.
     """
     key = source_key(sources)
-    shares = [f"{share:.6g}" for share in shares_of(sources)]
-    digest = hashlib.sha1(json.dumps([key, shares], sort_keys=True).encode()).hexdigest()[:12]
+    weights = [f"{weight:.6g}" for weight in normalized_weights(sources)]
+    content = json.dumps([key, weights], sort_keys=True)
+    digest = hashlib.sha1(content.encode()).hexdigest()[:12]
     return f"{key['dataset']} ({digest})"
 
 

@@ -76,7 +76,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     Args:
         rows: Datasets with the column "text", one per source.
-        shares: Sampling weights of the sources, which sum to 1; empty for a single source.
+        sampling_weights: Sampling weights of the sources, which sum to 1; empty for a single
+            source.
         tokenizer: Fast tokenizer.
         masking: Masking of the tokens.
         batch_options: Size and layout of the batches.
@@ -90,7 +91,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def __init__(
         self,
         rows: Sequence[IterableDataset],
-        shares: Sequence[float],
+        sampling_weights: Sequence[float],
         tokenizer: PreTrainedTokenizerBase,
         masking: TokenMasking,
         batch_options: BatchOptions,
@@ -101,7 +102,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         workers: int = 0,
     ) -> None:
         self.rows = rows
-        self.shares = shares or [1.0]
+        self.sampling_weights = sampling_weights or [1.0]
         self.tokenizer = tokenizer
         self.boundaries = boundary_tokens(tokenizer)
         self.masking = masking
@@ -138,7 +139,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             Mean over the workers, and over the sources with their sampling weights.
         """
         parts = [part for state in states for part in state["parts"]]
-        return sum(np.dot(self.shares, part["passes"]) for part in parts) / max(1, len(states))
+        total = sum(np.dot(self.sampling_weights, part["passes"]) for part in parts)
+        return total / max(1, len(states))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate over the micro-batches of the current worker.
@@ -195,7 +197,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             SourceReader(rows, splitter, (self.seed, part, source), reader, reader_count)
             for source, rows in enumerate(self.rows)
         ]
-        return TextReader(sources, self.shares, (self.seed, part, reader), min_tokens)
+        return TextReader(sources, self.sampling_weights, (self.seed, part, reader), min_tokens)
 
 
 def next_texts(reader: "TextReader", batch_options: BatchOptions) -> list[np.ndarray]:
@@ -235,7 +237,7 @@ class TextReader:
 
     Args:
         sources: Reader of each source.
-        shares: Sampling weights of the sources, which sum to 1.
+        sampling_weights: Sampling weights of the sources, which sum to 1.
         seed: Random seed, which differs between readers.
         min_tokens: Minimum number of tokens of a text, for the error message.
 
@@ -247,12 +249,12 @@ class TextReader:
     def __init__(
         self,
         sources: Sequence["SourceReader"],
-        shares: Sequence[float],
+        sampling_weights: Sequence[float],
         seed: tuple[int, ...],
         min_tokens: int,
     ) -> None:
         self.sources = sources
-        self.bounds = np.cumsum(shares)[:-1]
+        self.bounds = np.cumsum(sampling_weights)[:-1]
         self.seed = seed
         self.min_tokens = min_tokens
         self.sampled = 0

@@ -29,7 +29,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..common.errors import UserError
 from ..common.loading import vocabulary_size
 from .batches import MicroBatches
-from .sources import Source, parse_sources, shares_of
+from .sources import Source, normalized_weights, parse_sources
 
 
 # Metrics of every evaluation that may select the best checkpoint.
@@ -67,7 +67,7 @@ def parse_validation(
     for name, dataset in sets.items():
         sources[name] = parse_sources(dataset, split, column, "validation")
         # All texts of a validation set are evaluated once, so weights would have no effect.
-        if shares_of(sources[name]):
+        if normalized_weights(sources[name]):
             raise UserError(
                 "the sources of `validation` must not have weights, because all of their texts are "
                 "evaluated. Remove the weights, or name each source as a validation set: {a: "

@@ -29,11 +29,11 @@ from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchOptions
 from neobert.pretraining.plans import WeightedOrder
 from neobert.pretraining.prepared import TokenizedTexts
-from neobert.pretraining.sources import parse_sources, shares_of
+from neobert.pretraining.sources import normalized_weights, parse_sources
 
 
 WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
-SHARES = {"mine": 0.9, "general": 0.1}
+WEIGHTS = {"mine": 0.9, "general": 0.1}
 
 
 def _texts(source, count):
@@ -42,7 +42,7 @@ def _texts(source, count):
     return [f"{source} {i} {' '.join(rng.choice(WORDS, 1 + i % 7))}" for i in range(count)]
 
 
-def _batches(tokenizer, sizes, count=None, shares=SHARES, **batch_options):
+def _batches(tokenizer, sizes, count=None, weights=WEIGHTS, **batch_options):
     """Return the micro-batches of weighted sources, and a set of the texts of each source.
 
     Texts are tuples of token ids.
@@ -55,7 +55,7 @@ def _batches(tokenizer, sizes, count=None, shares=SHARES, **batch_options):
         for source in sources
     ]
     windows = TokenWindows(
-        TokenizedTexts.concatenate(sources, shares.values()), special, batch_options
+        TokenizedTexts.concatenate(sources, weights.values()), special, batch_options
     )
     return MicroBatches(windows, TokenMasking(tokenizer), batch_options, 5, count), source_texts
 
@@ -114,7 +114,7 @@ def test_weights_are_normalized():
     sources = parse_sources(
         [{"name": f"{i}.txt", "weight": weight} for i, weight in enumerate([3, 1, 4])]
     )
-    assert shares_of(sources) == [3 / 8, 1 / 8, 4 / 8]
+    assert normalized_weights(sources) == [3 / 8, 1 / 8, 4 / 8]
     (alone,) = parse_sources([{"name": "a.txt", "weight": 3}])
     assert alone.weight is None, "a single source needs no sampling"
 

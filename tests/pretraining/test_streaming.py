@@ -17,20 +17,20 @@ from neobert.common.errors import UserError
 from neobert.pretraining import streaming
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import BatchOptions
-from neobert.pretraining.sources import load_rows, parse_sources, shares_of
+from neobert.pretraining.sources import load_rows, normalized_weights, parse_sources
 from neobert.pretraining.streaming import STATE, StreamedBatches
 
 
 def _stream(dataset, tokenizer, rank=0, world_size=1, workers=0, **batch_options):
     """Return a stream of batches of 64 tokens, by default, from a path or a list of sources."""
     sources = parse_sources(dataset if isinstance(dataset, list) else str(dataset))
-    shares = shares_of(sources)
-    rows = [load_rows([source]) for source in sources] if shares else [load_rows(sources)]
+    weights = normalized_weights(sources)
+    rows = [load_rows([source]) for source in sources] if weights else [load_rows(sources)]
     size = {} if batch_options.get("micro_batch_size") else {"micro_batch_tokens": 64}
     batch_options = BatchOptions(**{"max_length": 32, **size, **batch_options})
     return StreamedBatches(
         rows,
-        shares,
+        weights,
         tokenizer,
         TokenMasking(tokenizer),
         batch_options,
@@ -307,7 +307,7 @@ def test_epochs_of_a_stream_are_a_mean_over_workers_and_sources(tmp_path, tokeni
     stream = _stream(tmp_path, tokenizer)
     assert stream.epochs([]) == 0
     assert stream.epochs([{"parts": [{"passes": [n]}]} for n in (2, 4)]) == 3
-    stream.shares = [0.75, 0.25]
+    stream.sampling_weights = [0.75, 0.25]
     assert stream.epochs([{"parts": [{"passes": [4, 8]}]}]) == 5
 
 
