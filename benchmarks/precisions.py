@@ -40,7 +40,7 @@ from neobert.common.options import OptionGroup, option
 from neobert.common.results import earlier_result
 from neobert.common.tables import markdown_table
 from neobert.throughput.models import draw_lengths
-from neobert.throughput.options import check_set
+from neobert.throughput.options import check_workload
 from neobert.throughput.timing import MatrixProduct, between, quartiles, timed
 
 from .engines import BATCH_SIZES, ENGINES, Files
@@ -76,7 +76,7 @@ class PrecisionsOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         for name in self.sets:
-            check_set(name)
+            check_workload(name)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from neobert.common.tables import markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.throughput.models import draw_lengths, flops, make_batch
-from neobert.throughput.options import check_set
+from neobert.throughput.options import check_workload
 from neobert.throughput.timing import MatrixProduct, between, quartiles, ratio, timed
 
 from .measuring import benchmark, mib, run_in_process
@@ -77,7 +77,7 @@ class TrainingOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         for name in self.sets:
-            check_set(name)
+            check_workload(name)
 
 
 def sample_batch(name: str, tokens: int, seed: int) -> tuple[list[int], dict[str, torch.Tensor]]:

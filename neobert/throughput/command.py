@@ -113,49 +113,69 @@ def measure(
 
     # The matrix product has the precision of the models, so fractions of its speed are
     # comparable.
-    clock = CLOCKS[plan.clock]
-    product = MatrixProduct(plan.device, getattr(torch, plan.dtype), clock)
+    dtype = getattr(torch, plan.dtype)
+    product = MatrixProduct(plan.device, dtype, CLOCKS[plan.clock])
     file_lengths = lengths_of_file(plan.texts, plan.tokenizer) if plan.texts else None
     candidates = _Candidates(plan, changes)
-    pairs = plan.pairs()
     rows: list[Row] = []
 
     # Each model makes one untimed pass and the timed repeats.
-    steps = len(plan.sets) * len(pairs) * (plan.repeats + 1)
-    with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
-        for workload in plan.sets:
+    workloads = plan.sets
+    pass_count = len(workloads) * len(plan.pairs()) * (plan.repeats + 1)
+    with tqdm(total=pass_count, desc="throughput", unit="pass", disable=None) as progress:
+        for workload in workloads:
             # The lengths are a function of the batch size, which the limits of the run determine.
             lengths = functools.partial(
                 draw_lengths, workload, seed=plan.seed, file_lengths=file_lengths
             )
-            workload_rows: dict[Pair, Row] = {}
-            ready: dict[Pair, _Ready] = {}
-            for pair in pairs:
-                progress.set_postfix_str(f"{workload} {'/'.join(pair)}")
-                row: Row = {"set": workload, "model": pair[0], "implementation": pair[1]}
-                workload_rows[pair] = row
-                # A package may be missing, or a kernel may fail with any exception.
-                try:
-                    ready[pair] = _first_passes(candidates.get(pair), lengths, plan)
-                except Exception as error:
-                    row["error"] = one_line(error, 160)
-                progress.update(1)
-
-            calls = {
-                pair: functools.partial(entry.candidate, entry.batch)
-                for pair, entry in ready.items()
-            }
-
-            # Candidates alternate, so changes of the machine's speed affect all of them.
-            with torch.inference_mode():
-                timings = in_turns(calls, plan.repeats, product, clock, progress.update)
-
-            for pair, entry in ready.items():
-                workload_rows[pair].update(_measured_fields(entry, timings[pair], product))
-            rows += workload_rows.values()
+            rows += _measure_workload(workload, lengths, plan, candidates, product, progress)
             # An interrupt keeps the workloads that have finished.
             save(rows)
     return rows
+
+
+def _measure_workload(
+    workload: str,
+    lengths: Callable[[int], list[int]],
+    plan: Plan,
+    candidates: _Candidates,
+    product: MatrixProduct,
+    progress: tqdm,
+) -> list[Row]:
+    """Measure every model and implementation on one workload.
+
+    Args:
+        workload: Name of the workload.
+        lengths: Function that returns the sequence lengths for a batch size.
+        plan: Models and repetitions.
+        candidates: Models of the run.
+        product: Matrix product that is measured around every call.
+        progress: Progress bar, which counts the forward passes.
+
+    Returns:
+        One row per model and implementation.
+    """
+    rows: dict[Pair, Row] = {}
+    ready: dict[Pair, _Ready] = {}
+    for pair in plan.pairs():
+        model, implementation = pair
+        progress.set_postfix_str(f"{workload} {model}/{implementation}")
+        rows[pair] = {"set": workload, "model": model, "implementation": implementation}
+        # A package may be missing, or a kernel may fail with any exception.
+        try:
+            ready[pair] = _first_passes(candidates.get(pair), lengths, plan)
+        except Exception as error:
+            rows[pair]["error"] = one_line(error, 160)
+        progress.update(1)
+
+    # Candidates alternate, so changes of the machine's speed affect all of them.
+    calls = {pair: functools.partial(entry.candidate, entry.batch) for pair, entry in ready.items()}
+    with torch.inference_mode():
+        timings = in_turns(calls, plan.repeats, product, CLOCKS[plan.clock], progress.update)
+
+    for pair, entry in ready.items():
+        rows[pair].update(_measured_fields(entry, timings[pair], product))
+    return list(rows.values())
 
 
 @torch.inference_mode()
@@ -193,24 +213,25 @@ def _first_passes(candidate: Candidate, lengths: Callable[[int], list[int]], pla
 def _measured_fields(entry: _Ready, timing: Timing, product: MatrixProduct) -> Row:
     """Return the measured fields of a row."""
     batch = entry.batch
-    tokens = sum(batch.lengths)
     batch_size = len(batch.lengths)
     longest = max(batch.lengths)
+    non_padding_tokens = sum(batch.lengths)
 
     # Padding is not counted, so an implementation that computes on padding is slower by that work.
-    speed = timing.per_second(tokens)
+    speed = timing.per_second(non_padding_tokens)
+    operations = flops(entry.candidate.encoder, batch.lengths)
     return {
         "backend": entry.candidate.backend,
         "batch": batch_size,
         "longest": longest,
-        "fill": tokens / (batch_size * longest),
-        "real_tokens": tokens,
+        "fill": non_padding_tokens / (batch_size * longest),
+        "real_tokens": non_padding_tokens,
         "tokens_per_second": speed["median"],
         "quartiles": speed["quartiles"],
         "seconds": timing.seconds,
         "gemm_gflops": statistics.median_high(timing.rates) / 1e9,
         "gemm_size": product.size,
-        "share_of_gemm": timing.share(flops(entry.candidate.encoder, batch.lengths)),
+        "share_of_gemm": timing.fraction_of_product(operations),
         "peak_memory_mib": None if entry.peak_bytes is None else entry.peak_bytes / 2**20,
     }
 
@@ -236,14 +257,15 @@ def ratios(rows: Sequence[Row], implementation: str | None = None) -> dict[str, 
     for row in rows:
         if not row.get("error"):
             key = (row["set"], row["model"], row["implementation"])
-            seconds_per_token[key] = [second / row["real_tokens"] for second in row["seconds"]]
+            tokens = row["real_tokens"]
+            seconds_per_token[key] = [seconds / tokens for seconds in row["seconds"]]
 
-    result: dict[str, dict[str, Ratio]] = {}
+    speedups: dict[str, dict[str, Ratio]] = {}
     for (workload, model, other), times in seconds_per_token.items():
         reference = seconds_per_token.get((workload, "neobert", implementation))
         if reference is not None and reference is not times:
-            result.setdefault(workload, {})[f"{model}/{other}"] = ratio(times, reference)
-    return result
+            speedups.setdefault(workload, {})[f"{model}/{other}"] = ratio(times, reference)
+    return speedups
 
 
 def compared_implementation(rows: Sequence[Row]) -> str:

@@ -133,6 +133,7 @@ class PublishedConstruction(nn.Module):
                 attn_mask=mask,
             )
             hidden = hidden + block.wo(attended.transpose(1, 2).flatten(-2))
+
             gate, up = block.ffn.w12(block.ffn_norm(hidden)).chunk(2, dim=-1)
             hidden = hidden + block.ffn.w3(F.silu(gate) * up)
         return model.layer_norm(hidden)
@@ -335,21 +336,13 @@ def build(
     variant = IMPLEMENTATIONS[implementation]
     architecture = MODELS[name]
     config = architecture.config(small or {})
-
     if name == "neobert":
         config.unpad_inputs = variant.layout not in ("padded", "published")
     # ModernBERT would compile itself.
     if hasattr(config, "reference_compile"):
         config.reference_compile = False
 
-    # The pooler is omitted, because the hidden states are the output of every model.
-    model_class = architecture.model_class
-    has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
-    options = {"add_pooling_layer": False} if has_pooler else {}
-    torch.manual_seed(0)
-    model = model_class._from_config(
-        config, attn_implementation=variant.attention, dtype=dtype, **options
-    ).eval()
+    model = _random_model(architecture.model_class, config, variant.attention, dtype)
     if shared is not None:
         # Both models refer to the same parameters, without a copy.
         for module, shared_module in zip(model.modules(), shared.modules()):
@@ -370,6 +363,18 @@ def build(
         compile_blocks(model)
         backend = f"compiled; {backend}"
     return Candidate(model, running, variant.layout, architecture.max_length, backend)
+
+
+def _random_model(
+    model_class: Any, config: PretrainedConfig, attention: str, dtype: torch.dtype
+) -> Any:
+    """Return a model in eval mode with random weights, without a pooler."""
+    # The pooler is omitted, because the hidden states are the output of every model.
+    has_pooler = "add_pooling_layer" in inspect.signature(model_class).parameters
+    options = {"add_pooling_layer": False} if has_pooler else {}
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation=attention, dtype=dtype, **options)
+    return model.eval()
 
 
 def flops(model: nn.Module, lengths: Sequence[int]) -> int:

@@ -104,7 +104,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_set(name: str, texts: str | None = None) -> None:
+def check_workload(name: str, texts: str | None = None) -> None:
     """Check the name of a workload.
 
     Args:
@@ -226,46 +226,14 @@ class Plan:
 
     @classmethod
     def from_options(cls, options: ThroughputOptions) -> "Plan":
-        """Fill in the defaults.
+        """Return the plan of the options, with the defaults of the device and the preset.
 
         Raises:
-            UserError: If the device, the clock or a workload cannot be used.
+            UserError: If the device, the clock or a workload cannot be used, or if there is nothing
+                to measure.
         """
-        import torch
-
-        values = flatten(options)
-        values["device"] = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-        on_gpu = values["device"].startswith("cuda")
-        if values["device"].partition(":")[0] not in ("cpu", "cuda"):
-            raise UserError(f"`--device` must be cpu or cuda, got {values['device']!r}.")
-        values["preset"] = values["preset"] or ("gpu" if on_gpu else "cpu")
-        # Explicit options have priority over the preset.
-        for name, value in PRESETS[values["preset"]].items():
-            if values[name] is None:
-                values[name] = value
-
-        # A text file would have no effect without its workload.
-        if values["texts"] is not None and "texts" not in values["sets"]:
-            values["sets"] = [*values["sets"], "texts"]
-        values["dtype"] = values["dtype"] or ("bfloat16" if on_gpu else "float32")
-
-        if on_gpu and not torch.cuda.is_available():
-            raise UserError(
-                f"`--device` must be cpu on a machine without a GPU, got {values['device']!r}."
-            )
-        if values["clock"] == "processor" and (values["device"] != "cpu" or values["threads"] != 1):
-            raise UserError(
-                "`--clock processor` counts the seconds of every thread. Add --device cpu "
-                "--threads 1."
-            )
-
-        for name in values["sets"]:
-            check_set(name, values["texts"])
-        if values["tokenizer"] is not None and values["texts"] is None:
-            raise UserError(
-                f"`--tokenizer` requires --texts, got {values['tokenizer']} without a file. Add "
-                "--texts, or omit --tokenizer."
-            )
+        values = _with_defaults(flatten(options))
+        _check_values(values)
 
         plan = cls(**values)
         if not plan.pairs():
@@ -284,6 +252,61 @@ class Plan:
             for implementation in self.implementations
             if model == "neobert" or implementation not in NEOBERT_ONLY
         ]
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of all options, with the defaults of the device and the preset.
+
+    Args:
+        values: Values of the options, {name: value}; None if an option is not set.
+    """
+    import torch
+
+    device = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.startswith("cuda")
+    preset = values["preset"] or ("gpu" if on_gpu else "cpu")
+    dtype = values["dtype"] or ("bfloat16" if on_gpu else "float32")
+    values = {**values, "device": device, "preset": preset, "dtype": dtype}
+
+    # Explicit options have priority over the preset.
+    for name, value in PRESETS[preset].items():
+        if values[name] is None:
+            values[name] = value
+
+    # A text file would have no effect without its workload.
+    if values["texts"] is not None and "texts" not in values["sets"]:
+        values["sets"] = [*values["sets"], "texts"]
+    return values
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Check that the device, the clock, the workloads and the tokenizer can be used.
+
+    Args:
+        values: Result of `_with_defaults`.
+
+    Raises:
+        UserError: If one of them cannot be used.
+    """
+    import torch
+
+    device = values["device"]
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"`--device` must be cpu or cuda, got {device!r}.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"`--device` must be cpu on a machine without a GPU, got {device!r}.")
+    if values["clock"] == "processor" and (device != "cpu" or values["threads"] != 1):
+        raise UserError(
+            "`--clock processor` counts the seconds of every thread. Add --device cpu --threads 1."
+        )
+
+    for workload in values["sets"]:
+        check_workload(workload, values["texts"])
+    if values["tokenizer"] is not None and values["texts"] is None:
+        raise UserError(
+            f"`--tokenizer` requires --texts, got {values['tokenizer']} without a file. Add "
+            "--texts, or omit --tokenizer."
+        )
 
 
 OPTIONS = {

@@ -79,20 +79,7 @@ def plot_speedup(
     Returns:
         Whether the plot was written; it needs at least two fractions of one comparison.
     """
-    fill_by_set = {row["set"]: row["fill"] for row in rows if not row.get("error")}
-    names = {
-        "neobert/padded": "over NeoBERT with padding",
-        "modernbert-base/sdpa": "over ModernBERT base",
-    }
-    lines = {}
-    for other, label in names.items():
-        points = [
-            (fill_by_set[workload], values[other])
-            for workload, values in ratios.items()
-            if other in values
-        ]
-        if len({fill for fill, _ in points}) > 1:
-            lines[label] = sorted(points, key=lambda point: (point[0], point[1]["ratio"]))
+    lines = _speedup_lines(rows, ratios)
     if not lines:
         return False
 
@@ -102,16 +89,16 @@ def plot_speedup(
             axes,
             index,
             label,
-            [100 * fill for fill, _ in points],
+            [100 * fraction for fraction, _ in points],
             [value["ratio"] for _, value in points],
             [value["quartiles"] for _, value in points],
         )
         # Full batches of different lengths have one x value, where labels would overlap.
-        for fill, value in points:
-            if fill < 1:
+        for fraction, value in points:
+            if fraction < 1:
                 axes.annotate(
                     f"{value['ratio']:.2f}",
-                    (100 * fill, value["ratio"]),
+                    (100 * fraction, value["ratio"]),
                     textcoords="offset points",
                     xytext=(4, 9),
                     fontsize=9,
@@ -127,6 +114,31 @@ def plot_speedup(
     axes.legend(frameon=False)
     figure.savefig(path)
     return True
+
+
+def _speedup_lines(
+    rows: Sequence[Mapping[str, Any]], ratios: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[tuple[float, Any]]]:
+    """Return the points of each comparison that has at least two, sorted by their fraction.
+
+    Returns:
+        {label: (fraction of non-padding tokens, speedup) of each workload}.
+    """
+    fractions = {row["set"]: row["fill"] for row in rows if not row.get("error")}
+    labels = {
+        "neobert/padded": "over NeoBERT with padding",
+        "modernbert-base/sdpa": "over ModernBERT base",
+    }
+    lines = {}
+    for other, label in labels.items():
+        points = [
+            (fractions[workload], speedups[other])
+            for workload, speedups in ratios.items()
+            if other in speedups
+        ]
+        if len({fraction for fraction, _ in points}) > 1:
+            lines[label] = sorted(points, key=lambda point: (point[0], point[1]["ratio"]))
+    return lines
 
 
 def _axes(title: str, caption: str) -> tuple[Figure, Axes]:

@@ -137,8 +137,8 @@ class Timing:
         speeds = [amount / seconds for seconds in self.seconds]
         return {"median": statistics.median(speeds), "quartiles": quartiles(speeds)}
 
-    def share(self, operations: float) -> float:
-        """Return the speed for a number of operations, relative to that of the matrix product."""
+    def fraction_of_product(self, operations: float) -> float:
+        """Return the speed for a number of operations as a fraction of the matrix product's."""
         return statistics.median(
             operations / seconds / rate for seconds, rate in zip(self.seconds, self.rates)
         )

@@ -170,7 +170,7 @@ def test_ratios_and_rates_are_medians_over_repeats():
     timing = Timing([1.0, 2.0, 4.0], [100.0, 100.0, 50.0])
     assert timing.per_second(8) == {"median": 4.0, "quartiles": [2.0, 8.0]}
     # The repeats reach 0.5, 0.25 and 0.25 of the rate of the matrix product at that time.
-    assert timing.share(50.0) == 0.25
+    assert timing.fraction_of_product(50.0) == 0.25
 
 
 @pytest.mark.parametrize("name", list(MODELS))
