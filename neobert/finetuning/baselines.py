@@ -149,42 +149,68 @@ def fit_baselines(
     The constant baseline uses all rows. The linear model uses a seeded sample of at most
     `max_train_rows` rows and MAX_TRAIN_CHARACTERS characters. It is left out if the sample has a
     single label or no characters.
+
+    Args:
+        train_texts: Texts or pairs of texts of the training rows.
+        train_labels: Labels of the training rows.
+        test_texts: Texts or pairs of texts of the test rows.
+        regression: Whether labels are floats.
+        max_train_rows: Maximum number of training rows of the linear model.
     """
-    # The constant baseline needs no features, but scikit-learn requires an array of them.
     labels = np.asarray(train_labels)
+    baselines = [_constant_baseline(labels, len(test_texts), regression)]
+
+    # scikit-learn refuses labels of one class, and texts without a single feature.
+    texts, labels = _sample_rows(train_texts, labels, max_train_rows)
+    has_characters = any(text.strip() for row in texts for text in _parts(row))
+    if len(np.unique(labels)) > 1 and has_characters:
+        baselines.append(_linear_baseline(texts, labels, test_texts, regression))
+    return baselines
+
+
+def _constant_baseline(labels: np.ndarray, test_rows: int, regression: bool) -> Baseline:
+    """Predict the mean label or the majority class for every test row."""
+    # The constant baseline needs no features, but scikit-learn requires an array of them.
     constant = DummyRegressor() if regression else DummyClassifier(strategy="most_frequent")
     constant.fit(np.zeros((len(labels), 1)), labels)
+    predictions = constant.predict(np.zeros((test_rows, 1)))
     name = "mean label" if regression else "majority class"
-    predictions = constant.predict(np.zeros((len(test_texts), 1)))
-    baselines = [Baseline(name, predictions, len(labels))]
+    return Baseline(name, predictions, len(labels))
 
-    # The linear models see a sample of large data, and report its size.
-    texts = train_texts
+
+def _sample_rows(texts: Texts, labels: np.ndarray, max_train_rows: int) -> tuple[Texts, np.ndarray]:
+    """Return a seeded sample of at most `max_train_rows` rows and MAX_TRAIN_CHARACTERS characters.
+
+    Rows that need no sample keep their order.
+    """
     order = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
-    sizes = [sum(map(len, _parts(train_texts[i]))) for i in order]
+    sizes = [sum(map(len, _parts(texts[i]))) for i in order]
     count = int(np.searchsorted(np.cumsum(sizes), MAX_TRAIN_CHARACTERS, side="right"))
     # A linear model needs two labels, and so at least two rows.
     sample = order[: max(2, count)]
-    if len(sample) < len(labels):
-        texts = [train_texts[i] for i in sample]
-        labels = labels[sample]
-    # scikit-learn refuses labels of one class, and texts without a single feature.
-    has_characters = any(text.strip() for row in texts for text in _parts(row))
-    if len(np.unique(labels)) < 2 or not has_characters:
-        return baselines
+    if len(sample) == len(labels):
+        return texts, labels
+    return [texts[i] for i in sample], labels[sample]
 
+
+def _linear_baseline(
+    texts: Texts, labels: np.ndarray, test_texts: Texts, regression: bool
+) -> Baseline:
+    """Fit a linear model on TF-IDF features and predict the labels of the test rows."""
     # Rows of several labels have one column per class. A regression has one output.
-    classes = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
-    features = _TextFeatures(MAX_COEFFICIENTS // (1 if regression else classes)).fit(texts)
+    outputs = 1
+    if not regression:
+        outputs = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
+    features = _TextFeatures(MAX_COEFFICIENTS // outputs).fit(texts)
     linear = _ridge(1.0) if regression else _logistic(10.0, labels)
     linear.fit(features.transform(texts), labels)
-    name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
+
     chunks = [
         linear.predict(features.transform(test_texts[start : start + ROWS_AT_ONCE]))
         for start in range(0, len(test_texts), ROWS_AT_ONCE)
     ]
-    predictions = np.concatenate(chunks)
-    return [*baselines, Baseline(name, predictions, len(labels))]
+    name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
+    return Baseline(name, np.concatenate(chunks), len(labels))
 
 
 def fit_embedding_baseline(

@@ -61,39 +61,49 @@ def tokenize(
     # The tokens of a group are stored in a data set, which takes less memory than lists.
     is_tagged = task.name == TOKENS
     truncated = 0
-    all_offsets: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
     parts = []
     groups = tokenize_rows(tokenizer, examples.texts, max_length, with_offsets=is_tagged)
     for encoded, lengths in groups:
         truncated += sum(length > max_length for length in lengths)
-        all_offsets += map(np.asarray, encoded.pop("offset_mapping", []))
+        offsets += map(np.asarray, encoded.pop("offset_mapping", []))
         parts.append(Dataset.from_dict(encoded))
     dataset = concatenate_datasets(parts)
 
-    if not is_tagged:
-        labels: list[Any] = examples.labels
+    labels: list[Any] = examples.labels
+    positions: list[np.ndarray] = []
+    if is_tagged:
+        # Tags are those of words, labels those of tokens.
+        positions = [token_positions(*row) for row in zip(examples.words, offsets)]
+        labels = _token_labels(task, examples, positions, [len(row) for row in offsets])
+    elif scaling is not None:
         # The labels are standardized, and the output layer is rescaled after training.
-        if scaling is not None:
-            factor, offset = scaling
-            labels = [(label - offset) / factor for label in labels]
-        return TokenizedSplit(examples, dataset.add_column("labels", labels), [], truncated)
+        factor, offset = scaling
+        labels = [(label - offset) / factor for label in labels]
+    return TokenizedSplit(examples, dataset.add_column("labels", labels), positions, truncated)
 
-    # Tags are those of words, labels those of tokens.
+
+def _token_labels(
+    task: TextTask, examples: Examples, positions: list[np.ndarray], lengths: list[int]
+) -> list[list[int]]:
+    """Return the label of each token of each row.
+
+    Args:
+        task: Token classification.
+        examples: Rows with one tag per word.
+        positions: Index of the first token of each word of each row, -1 if truncated.
+        lengths: Number of tokens of each row.
+    """
     label2id = {tag: index for index, tag in enumerate(task.labels)}
-    positions = []
     token_labels = []
-    for offsets, words, tags in zip(all_offsets, examples.words, examples.labels):
-        row_positions = token_positions(words, offsets)
+    for row_positions, tags, length in zip(positions, examples.labels, lengths):
         # The tag of a word belongs to its first token; the loss ignores the others.
-        row = np.full(len(offsets), IGNORED)
+        row = np.full(length, IGNORED)
         for position, tag in zip(row_positions, tags):
             if position >= 0:
                 row[position] = label2id[tag]
-        positions.append(row_positions)
         token_labels.append(row.tolist())
-    return TokenizedSplit(
-        examples, dataset.add_column("labels", token_labels), positions, truncated
-    )
+    return token_labels
 
 
 def word_logits(split: TokenizedSplit, logits: np.ndarray) -> list[np.ndarray]:

@@ -126,9 +126,11 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
     data = options.data
     output = options.model.output
     check_model(model)
+
     # The output directory must neither contain an input nor be a part of one.
     inputs = [data.train, data.validation_file, data.test_file, model]
     check_disjoint(output, *(name for name in inputs if name and Path(name).exists()))
+
     # The rows are read before the output directory is claimed, because the task depends on them.
     task, splits = read_splits(data, _known_labels(options))
 
@@ -271,6 +273,7 @@ class Finetuning:
 
         if self.task.name == REGRESSION:
             self._standardize_labels(model, new_head)
+
         # Texts cannot be longer than the positions of the model.
         limit = text_limit(model, self.tokenizer)
         self.max_length = min(options.data.max_length, limit or options.data.max_length)
@@ -283,14 +286,14 @@ class Finetuning:
         self._tokenize()
         return make_trainer(
             FinetuneTrainer,
-            model,
-            self.training,
-            self.parts["train"].dataset,
-            self.parts["validation"].dataset,
-            self._collator(),
-            self._metrics,
-            options.evaluation.patience,
-            new_head,
+            model=model,
+            args=self.training,
+            train_rows=self.parts["train"].dataset,
+            evaluation_rows=self.parts["validation"].dataset,
+            data_collator=self._collator(),
+            compute_metrics=self._metrics,
+            patience=options.evaluation.patience,
+            new_head=new_head,
         )
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -380,6 +383,7 @@ class Finetuning:
         # All processes predict; only the main process evaluates and writes.
         validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
         test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
+
         # Until the model is saved, it predicts standardized labels.
         if self.scaling is not None:
             test_logits = test_logits * self.scaling[0] + self.scaling[1]
@@ -397,6 +401,7 @@ class Finetuning:
             scaling=self.scaling,
         )
         result.update(reload)
+
         # `neobert predict` reads the task and the temperature from this file.
         temperature = (result["calibration"] or {}).get("temperature", 1.0)
         write_json(folder / TASK_FILE, task_record(self.task, self.max_length, temperature))
@@ -428,6 +433,7 @@ class Finetuning:
         step = trainer.state.best_global_step
         selected = next((entry for entry in history if entry["step"] == step), history[-1])
         losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+
         # With LoRA, few of the parameters are trained.
         model: Any = trainer.model
         trained, total = trainable_parameters(model)

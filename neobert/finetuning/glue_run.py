@@ -99,16 +99,19 @@ def trainer_arguments(run: GlueRun, folder: Path, rows: int) -> tuple[TrainingAr
     hyperparameters = run.hyperparameters
     trainer = run.options.trainer
     selection = run.options.selection
+
     # The options are ratios of an epoch or of the run, and Trainer takes numbers of steps.
     batches = math.ceil(rows / hyperparameters.batch_size)
     steps = trainer.get("max_steps", -1)
     if steps < 1:
         steps = math.ceil(batches * trainer["num_train_epochs"])
+
     # The appendix of the paper evaluates every min(500, batches // 10) steps.
     part_of_epoch = batches // selection.evaluations_per_epoch
     interval = max(1, min(selection.max_eval_interval, part_of_epoch))
-    parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
 
+    # A global batch is divided among the processes, and into micro-batches.
+    parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
     # Options of the protocol cannot be changed; the others are defaults.
     fixed = {
         "per_device_train_batch_size": hyperparameters.batch_size // parts,
@@ -213,13 +216,15 @@ def build_trainer(
         pooling=options.model.classifier_pooling,
     )
     check_vocabulary(tokenizer, model, model_name)
+
+    # Texts cannot be longer than the positions of the model.
     limit = text_limit(model, tokenizer)
+    max_length = min(options.data.max_length, limit or options.data.max_length)
 
     lora = options.lora.settings()
     if lora:
         model = add_adapters(model, lora, new_head, task_type="SEQ_CLS")
 
-    max_length = min(options.data.max_length, limit or options.data.max_length)
     train, evaluation, slices = prepare(run.task, splits, tokenizer, options.selection, max_length)
     # The schedule depends on the number of rows that remain for training.
     args, steps = trainer_arguments(run, checkpoints, len(train))
@@ -231,14 +236,14 @@ def build_trainer(
 
     trainer = make_trainer(
         GlueTrainer,
-        model,
-        args,
-        train,
-        evaluation,
-        DataCollatorWithPadding(tokenizer),
-        compute_metrics,
-        options.selection.patience,
-        new_head,
+        model=model,
+        args=args,
+        train_rows=train,
+        evaluation_rows=evaluation,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=compute_metrics,
+        patience=options.selection.patience,
+        new_head=new_head,
     )
     trainer.job = GlueJob(
         run=run,

@@ -1,6 +1,6 @@
 """Encoder with a classification head."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,7 @@ def load_classifier(
     # code.
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        # A regression has one output and no label names.
-        config.num_labels = max(len(labels), 1)
-        config.problem_type = problem_type
-        if labels:
-            config.id2label = dict(enumerate(labels))
-            config.label2id = {label: i for i, label in enumerate(labels)}
-        for field in _DROPOUTS:
-            if hasattr(config, field):
-                setattr(config, field, head_dropout)
+        _configure_head(config, labels, problem_type, head_dropout)
         # Other encoders ignore the field.
         if pooling is not None:
             config.classifier_pooling = pooling
@@ -87,11 +79,41 @@ def load_classifier(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loadable(name, error) from error
 
-    # A new head may be missing or of another size. Missing weights of the encoder mean that
-    # another architecture was loaded, which would train from random weights.
+    # A new head may be missing or of another size.
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
+    _check_encoder_weights(name, missing, prefix=f"{model.base_model_prefix}.")
+    return model, sorted(missing)
+
+
+def _configure_head(
+    config: Any, labels: Sequence[str], problem_type: str | None, head_dropout: float
+) -> None:
+    """Set the outputs and the dropout of the head in a configuration; see `load_classifier`."""
+    # A regression has one output and no label names.
+    config.num_labels = max(len(labels), 1)
+    config.problem_type = problem_type
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: i for i, label in enumerate(labels)}
+    for field in _DROPOUTS:
+        if hasattr(config, field):
+            setattr(config, field, head_dropout)
+
+
+def _check_encoder_weights(name: str, missing: Collection[str], prefix: str) -> None:
+    """Check that a checkpoint has the weights of its encoder.
+
+    Otherwise another architecture was loaded, which would train from random weights.
+
+    Args:
+        name: Directory or Hub name of the model.
+        missing: Names of the parameters that the checkpoint lacks.
+        prefix: Prefix of the names of the encoder's parameters.
+
+    Raises:
+        UserError: If weights of the encoder are missing.
+    """
     # The pooler of a BERT is part of the encoder, but pre-trained checkpoints may lack it.
-    prefix = f"{model.base_model_prefix}."
     encoder_keys = sorted(
         key for key in missing if key.startswith(prefix) and ".pooler." not in f".{key}"
     )
@@ -100,4 +122,3 @@ def load_classifier(
             f"{name} lacks {len(encoder_keys)} weights of the encoder, for example "
             f"{encoder_keys[0]}. Its config.json may be that of another architecture."
         )
-    return model, sorted(missing)

@@ -229,16 +229,17 @@ def save_model(
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows: Any = trainer.eval_dataset
     first_rows = rows.select(range(min(8, len(rows))))
-    names = [name for name in first_rows.column_names if name != "labels"]
-    batch: Any = DataCollatorWithPadding(tokenizer)([*first_rows.select_columns(names)])
+    input_names = [name for name in first_rows.column_names if name != "labels"]
+    batch: Any = DataCollatorWithPadding(tokenizer)([*first_rows.select_columns(input_names)])
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()
 
     if scaling is not None:
         # The output layer takes over the unit of the labels. The adapter contains the head, so the
         # layer is scaled before the adapter is saved.
-        scale_output(model, *scaling)
-        before = before * scaling[0] + scaling[1]
+        factor, offset = scaling
+        scale_output(model, factor, offset)
+        before = before * factor + offset
     if adapter_folder is not None:
         model = save_adapter_and_merge(model, adapter_folder)
     if model_folder is None:
@@ -246,6 +247,7 @@ def save_model(
 
     model.save_pretrained(model_folder)
     save_tokenizer(tokenizer, model_folder)
+
     saved = auto_class.from_pretrained(
         model_folder, dtype=torch.float32, trust_remote_code=trust_remote_code
     )
