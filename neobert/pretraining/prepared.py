@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.compute
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -92,18 +92,58 @@ def prepare_dataset(
         UserError: If the directory contains a dataset of another source, a damaged one or other
             files, another process is preparing it, or no row contains text.
     """
-    # A prepared dataset is reused if its source and tokenizer are those of the run.
     path = Path(path)
     key = redacted(_dataset_key(sources, tokenizer))
     if (path / "prepared.json").is_file():
-        summary = _read_summary(path)
-        if changes := differences({name: summary.get(name) for name in key}, key):
-            raise UserError(
-                f"{path} was prepared with other settings ({changes}). Choose another `--prepared`."
-            )
-        remove_leftover(path)
-        return summary
+        return _reuse(path, key)
 
+    with new_folder(path) as folder:
+        counts = _write_texts(folder / "texts.arrow", load_rows(sources), tokenizer, key["dataset"])
+        if not counts["kept"]:
+            raise UserError(
+                f"none of the {counts['rows']} rows of the dataset {key['dataset']} contains text "
+                f"in the column {sources[0].column!r}. Name the column with `--column`."
+            )
+        # prepared.json is the last file.
+        summary = {**key, **counts}
+        write_json(folder / "prepared.json", summary)
+    return summary
+
+
+def _reuse(path: Path, key: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of prepared.json of a dataset whose source and tokenizer are unchanged.
+
+    Args:
+        path: Directory of the prepared dataset.
+        key: Settings that identify the dataset of the run.
+
+    Raises:
+        UserError: If the directory contains a dataset of another source or tokenizer.
+    """
+    summary = _read_summary(path)
+    if changes := differences({name: summary.get(name) for name in key}, key):
+        raise UserError(
+            f"{path} was prepared with other settings ({changes}). Choose another `--prepared`."
+        )
+    remove_leftover(path)
+    return summary
+
+
+def _write_texts(
+    path: Path, rows: IterableDataset, tokenizer: PreTrainedTokenizerBase, name: str
+) -> dict[str, int]:
+    """Tokenize texts into an Arrow file.
+
+    Args:
+        path: File to write.
+        rows: Rows with the column "text".
+        tokenizer: Fast tokenizer.
+        name: Name of the dataset, for the progress bar.
+
+    Returns:
+        "rows", the number of rows; "kept", the number of texts in the file; and "tokens", their
+        number of tokens including the two special tokens of each text.
+    """
     # Two bytes per token suffice for vocabularies of up to 65,536 tokens, and halve the size of the
     # file.
     id_type = pyarrow.uint16() if vocabulary_size(tokenizer) <= 2**16 else pyarrow.int32()
@@ -113,12 +153,11 @@ def prepare_dataset(
     token_count = 0
 
     with (
-        new_folder(path) as folder,
         _tokenizer_threads(),
-        tqdm(desc=f"tokenizing {key['dataset']}", unit=" rows") as progress,
-        pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
+        tqdm(desc=f"tokenizing {name}", unit=" rows") as progress,
+        pyarrow.ipc.new_stream(path, schema) as writer,
     ):
-        for batch in load_rows(sources).iter(ROWS_AT_ONCE):
+        for batch in rows.iter(ROWS_AT_ONCE):
             # Empty texts, and texts without a token, are omitted.
             ids = [row for row in token_ids(tokenizer, filter(None, batch["text"])) if row]
             column = pyarrow.array(ids, schema.types[0])
@@ -128,22 +167,7 @@ def prepare_dataset(
             text_count += len(ids)
             token_count += sum(map(len, ids))
             progress.update(len(batch["text"]))
-
-        if not text_count:
-            raise UserError(
-                f"none of the {row_count} rows of the dataset {key['dataset']} contains text in "
-                f"the column {sources[0].column!r}. Name the column with `--column`."
-            )
-
-        # prepared.json is the last file. `tokens` includes the two special tokens of each text.
-        summary = {
-            **key,
-            "rows": row_count,
-            "kept": text_count,
-            "tokens": token_count + 2 * text_count,
-        }
-        write_json(folder / "prepared.json", summary)
-    return summary
+    return {"rows": row_count, "kept": text_count, "tokens": token_count + 2 * text_count}
 
 
 @contextlib.contextmanager
@@ -200,7 +224,12 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens and never truncated."""
+    """Return the token ids of each text, without special tokens and never truncated.
+
+    Args:
+        tokenizer: Fast tokenizer.
+        texts: Texts, which may contain lone surrogates.
+    """
     # Texts of files have no surrogates, but those of other datasets may.
     texts = [replace_surrogates(text) for text in texts]
     if not texts:

@@ -42,27 +42,11 @@ def make_training_arguments(options: PretrainOptions) -> TrainingArguments:
     settings = dict(options.trainer)
     _check_strategies(settings)
     max_steps = options.optimization.max_steps
+    learning_rate = options.optimization.learning_rate
     settings["max_steps"] = max_steps
     settings["bf16"] = _use_bf16(options)
-    learning_rate = options.optimization.learning_rate
     settings["learning_rate"] = LEARNING_RATE if learning_rate == "auto" else learning_rate
-
-    # The schedule of the paper applies unless the user has selected another one.
-    # `warmup_ratio` is an option of transformers 4, which ignores the ratio if the steps are set.
-    warmup = settings.get("warmup_steps")
-    if not warmup and "warmup_ratio" in settings:
-        warmup = settings["warmup_ratio"]
-    warmup_steps = _warmup_steps(warmup, max_steps)
-    settings["warmup_steps"] = warmup_steps
-    if "lr_scheduler_type" not in settings:
-        values = settings.pop("lr_scheduler_kwargs", None) or {}
-        if not isinstance(values, dict):
-            raise UserError(
-                f"`lr_scheduler_kwargs` must be a mapping, got {values!r}. Pass it as "
-                "'{min_lr_ratio: 0.2}'."
-            )
-        settings |= paper_schedule(max_steps, warmup_steps)
-        settings["lr_scheduler_kwargs"] |= values
+    settings |= _schedule_settings(settings, max_steps)
 
     # A global batch size determines the number of micro-batches per step. TrainingArguments do not
     # exist yet, so the number of processes is read from the environment of the launcher.
@@ -127,6 +111,38 @@ def _use_bf16(options: PretrainOptions) -> bool:
     return bf16
 
 
+def _schedule_settings(settings: Mapping[str, Any], max_steps: int) -> dict[str, Any]:
+    """Return the options of Trainer for the warmup and the learning rate schedule.
+
+    The schedule of the paper applies unless the user has selected another one.
+
+    Args:
+        settings: Options of Trainer from the recipe and the command line.
+        max_steps: Number of steps of the run.
+
+    Raises:
+        UserError: If the warmup is negative or longer than the run, or `lr_scheduler_kwargs` is not
+            a mapping.
+    """
+    # `warmup_ratio` is an option of transformers 4, which ignores the ratio if the steps are set.
+    warmup = settings.get("warmup_steps")
+    if not warmup and "warmup_ratio" in settings:
+        warmup = settings["warmup_ratio"]
+    warmup_steps = _warmup_steps(warmup, max_steps)
+    if "lr_scheduler_type" in settings:
+        return {"warmup_steps": warmup_steps}
+
+    schedule = paper_schedule(max_steps, warmup_steps)
+    changes = settings.get("lr_scheduler_kwargs") or {}
+    if not isinstance(changes, dict):
+        raise UserError(
+            f"`lr_scheduler_kwargs` must be a mapping, got {changes!r}. Pass it as "
+            "'{min_lr_ratio: 0.2}'."
+        )
+    schedule["lr_scheduler_kwargs"] |= changes
+    return {"warmup_steps": warmup_steps, **schedule}
+
+
 def _warmup_steps(warmup_steps: float | None, max_steps: int) -> int:
     """Return the number of warmup steps.
 
@@ -155,6 +171,10 @@ def paper_schedule(max_steps: int, warmup_steps: float) -> dict[str, Any]:
 
     After the warmup, the learning rate follows a cosine to 10 % of its peak at 90 % of the steps,
     and is constant afterwards.
+
+    Args:
+        max_steps: Number of steps of the run.
+        warmup_steps: Number of warmup steps.
     """
     # The schedule of transformers stays at `min_lr_ratio` after the decay.
     decay_steps = max(1, round(0.9 * max_steps) - int(warmup_steps))

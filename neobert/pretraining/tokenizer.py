@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
@@ -76,26 +77,21 @@ def train_tokenizer(options: TokenizerOptions) -> str:
     check_disjoint(data.output, *(path for source in sources for path in source.paths))
 
     base_name = options.vocabulary.extend or str(TOKENIZER)
-    base = load_tokenizer(base_name)
-    model_type = type(base.backend_tokenizer.model).__name__
-    if model_type != "WordPiece":
-        raise UserError(
-            f"`extend` must be a WordPiece tokenizer, got the {model_type} tokenizer {base_name}."
-        )
+    base = _load_wordpiece_tokenizer(base_name)
 
     # The new tokenizer differs from the base in its vocabulary and its normalization alone.
-    content = json.loads(base.backend_tokenizer.to_str())
-    settings = {}
+    tokenizer_json = json.loads(base.backend_tokenizer.to_str())
+    config_changes = {}
     if options.vocabulary.extend is None:
         lowercase = not options.normalization.cased
         strip_accents = options.normalization.strip_accents
-        settings = {"do_lower_case": lowercase, "strip_accents": strip_accents}
-        content["normalizer"] |= {"lowercase": lowercase, "strip_accents": strip_accents}
+        tokenizer_json["normalizer"] |= {"lowercase": lowercase, "strip_accents": strip_accents}
+        config_changes = {"do_lower_case": lowercase, "strip_accents": strip_accents}
 
     # Words are normalized and split as the new tokenizer will do it, and words that it could not
     # represent are removed.
     rows = load_rows(sources)
-    backend = Tokenizer.from_str(json.dumps(content))
+    backend = Tokenizer.from_str(json.dumps(tokenizer_json))
     all_words, validation_texts = count_words(rows, data.max_characters, backend)
     words, alphabet = filter_words(all_words, options.vocabulary.min_frequency)
     if not words:
@@ -117,32 +113,62 @@ def train_tokenizer(options: TokenizerOptions) -> str:
             options.vocabulary.min_frequency,
         )
 
-    # The other files, such as the special tokens and the template of [CLS] and [SEP], are those of
-    # the base.
-    content["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
-    with new_folder(data.output) as folder:
+    tokenizer_json["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
+    _write_tokenizer(data.output, base, tokens, tokenizer_json, config_changes)
+
+    # A corpus of fewer than 50 texts has no validation texts. Its words are used instead.
+    evaluation_texts = validation_texts or list(words)
+    statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
+    base_statistics = tokenizer_statistics(base, evaluation_texts)
+    header = ["", f"new ({Path(data.output).name})", f"compared with ({Path(base_name).name})"]
+    cells = [[name, value, base_statistics[name]] for name, value in statistics.items()]
+    return markdown_table(header, cells)
+
+
+def _load_wordpiece_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the new one is based on.
+
+    Raises:
+        UserError: If there is no such tokenizer, or it is not a WordPiece tokenizer.
+    """
+    tokenizer = load_tokenizer(name)
+    model_type = type(tokenizer.backend_tokenizer.model).__name__
+    if model_type != "WordPiece":
+        raise UserError(
+            f"`extend` must be a WordPiece tokenizer, got the {model_type} tokenizer {name}."
+        )
+    return tokenizer
+
+
+def _write_tokenizer(
+    path: str,
+    base: PreTrainedTokenizerBase,
+    tokens: Sequence[str],
+    tokenizer_json: Mapping[str, Any],
+    config_changes: Mapping[str, Any],
+) -> None:
+    """Write the directory of the new tokenizer.
+
+    The other files, such as the special tokens and the template of [CLS] and [SEP], are those of
+    the base.
+
+    Args:
+        path: Directory to write.
+        base: Tokenizer that the new one is based on.
+        tokens: Tokens of the new vocabulary in the order of their ids.
+        tokenizer_json: Content of tokenizer.json.
+        config_changes: Entries of tokenizer_config.json that differ from those of the base.
+    """
+    with new_folder(path) as folder:
         save_tokenizer(base, folder)
         config_path = folder / "tokenizer_config.json"
         # Entries such as `is_local` depend on where the base was loaded from.
         config = {
             name: value for name, value in read_json(config_path).items() if "local" not in name
         }
-        write_text(config_path, json_text({**config, **settings}))
-        write_text(folder / "tokenizer.json", json_text(content))
+        write_text(config_path, json_text({**config, **config_changes}))
+        write_text(folder / "tokenizer.json", json_text(tokenizer_json))
         write_text(folder / "vocab.txt", "".join(f"{token}\n" for token in tokens))
-
-    # A corpus of fewer than 50 texts has no validation texts. Its words are used instead.
-    evaluation_texts = validation_texts or list(words)
-    statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
-    base_statistics = tokenizer_statistics(base, evaluation_texts)
-    header = [
-        "",
-        f"new ({Path(data.output).name})",
-        f"compared with ({Path(base_name).name})",
-    ]
-    return markdown_table(
-        header, [[name, value, base_statistics[name]] for name, value in statistics.items()]
-    )
 
 
 def tokenizer_statistics(
@@ -151,6 +177,10 @@ def tokenizer_statistics(
     """Return formatted statistics of a tokenizer on texts, {name: value}.
 
     The number of characters per token includes spaces.
+
+    Args:
+        tokenizer: Tokenizer to measure.
+        texts: Texts to tokenize.
     """
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     token_count = max(1, sum(map(len, ids)))
@@ -222,6 +252,7 @@ def filter_words(words: Mapping[str, int], min_frequency: int) -> tuple[dict[str
     for word, count in words.items():
         for character in word:
             characters[character] += count
+
     # WordPiece represents a word completely or not at all, so one rare character removes its word.
     rare = {character for character, count in characters.items() if count < min_frequency}
     kept = {
@@ -261,21 +292,13 @@ def build_vocabulary(
     Raises:
         UserError: If the vocabulary is too small for the alphabet, or the ids of `base` have gaps.
     """
-    is_extension = options.extend is not None
-    vocabulary = base.get_vocab()
-    if is_extension and vocabulary_size(base) > len(vocabulary):
-        raise UserError(
-            f"the ids of the tokenizer {options.extend} must have no gaps, got "
-            f"{len(vocabulary):,} tokens with ids up to {vocabulary_size(base) - 1:,}. Remove "
-            "duplicate lines from its vocab.txt."
-        )
-    first_tokens = (
-        sorted(vocabulary, key=vocabulary.__getitem__) if is_extension else SPECIAL_TOKENS
-    )
-    existing = set(first_tokens)
-    characters = [token for token in alphabet if token not in existing]
+    first_tokens = SPECIAL_TOKENS
+    if options.extend is not None:
+        first_tokens = _tokens_in_order(base, options.extend)
 
     # A character without a token would make [UNK] of every word that contains the character.
+    existing = set(first_tokens)
+    characters = [token for token in alphabet if token not in existing]
     required_size = len(first_tokens) + len(characters)
     if options.rounded_size < required_size:
         min_size = -(-required_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -285,17 +308,34 @@ def build_vocabulary(
             f"`--vocab-size`, or increase `--min-frequency` (now {options.min_frequency})."
         )
 
-    if not is_extension:
-        size = options.rounded_size - len(first_tokens)
-        return [*first_tokens, *train_wordpiece(words, alphabet, size, options.min_frequency)]
+    if options.extend is None:
+        max_size = options.rounded_size - len(first_tokens)
+        return [*first_tokens, *train_wordpiece(words, alphabet, max_size, options.min_frequency)]
 
     # Train more tokens than there is room for, and select the most useful ones.
-    free = options.rounded_size - required_size
-    trained = train_wordpiece(words, alphabet, len(alphabet) + 3 * free, options.min_frequency)
+    max_new_tokens = options.rounded_size - required_size
+    max_size = len(alphabet) + 3 * max_new_tokens
+    trained = train_wordpiece(words, alphabet, max_size, options.min_frequency)
     tokens = [*first_tokens, *characters]
     existing = set(tokens)
     candidates = [token for token in trained if token not in existing]
-    return [*tokens, *select_useful_tokens(words, tokens, candidates, free)]
+    return [*tokens, *select_useful_tokens(words, tokens, candidates, max_new_tokens)]
+
+
+def _tokens_in_order(tokenizer: PreTrainedTokenizerBase, name: str) -> list[str]:
+    """Return the tokens of a tokenizer in the order of their ids.
+
+    Raises:
+        UserError: If the ids have gaps.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary_size(tokenizer) > len(vocabulary):
+        raise UserError(
+            f"the ids of the tokenizer {name} must have no gaps, got {len(vocabulary):,} tokens "
+            f"with ids up to {vocabulary_size(tokenizer) - 1:,}. Remove duplicate lines from its "
+            "vocab.txt."
+        )
+    return sorted(vocabulary, key=vocabulary.__getitem__)
 
 
 def train_wordpiece(
@@ -372,6 +412,7 @@ def select_useful_tokens(
     continuation_model = _wordpiece_model(
         [*(token.removeprefix("##") for token in continuations), *continuations]
     )
+
     usefulness = {}
     for candidate in candidates:
         if candidate.startswith("##"):

@@ -128,9 +128,37 @@ def training_arguments(
     if "output_dir" in options:
         raise UserError("`output_dir` is set by this command. Pass --output instead.")
 
-    # A recipe may set a fixed option to the value of the command.
+    # The user may override these two options, but not the fixed ones.
     fixed = {**_FIXED, **fixed}
+    _check_fixed_options(options, fixed)
+    defaults = {"use_cpu": not torch.accelerator.is_available(), "ddp_timeout": WAIT_SECONDS}
+    values = {**defaults, **options, **fixed}
+    check_trainer_options(values)
+    check_services(values)
+
+    if "warmup_steps" in values:
+        # An explicit `warmup_ratio` of transformers 4 overrides a fraction, which may be a default.
+        values = {**warmup_options(values.pop("warmup_steps")), **values}
+    try:
+        training = (base or TrainingArguments)(output_dir=str(output_dir), **values)
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
+    _check_arguments(training)
+    return training
+
+
+def _check_fixed_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Check that the options of the user do not change those that the command sets.
+
+    Args:
+        options: Options of Trainer from the recipe and the command line.
+        fixed: Options that the command sets.
+
+    Raises:
+        UserError: If an option has another value.
+    """
     for name, value in fixed.items():
+        # A recipe may set a fixed option to the value of the command.
         if name not in options or options[name] == value:
             continue
         if name in BLOCKS_ONLY:
@@ -152,19 +180,13 @@ def training_arguments(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
         )
 
-    # The user may override these two options, but not the fixed ones.
-    defaults = {"use_cpu": not torch.accelerator.is_available(), "ddp_timeout": WAIT_SECONDS}
-    values = {**defaults, **options, **fixed}
-    check_trainer_options(values)
-    check_services(values)
-    if "warmup_steps" in values:
-        # An explicit `warmup_ratio` of transformers 4 overrides a fraction, which may be a default.
-        values = {**warmup_options(values.pop("warmup_steps")), **values}
-    try:
-        training = (base or TrainingArguments)(output_dir=str(output_dir), **values)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"Trainer rejects its options: {one_line(error, 400)}.") from error
 
+def _check_arguments(training: "TrainingArguments") -> None:
+    """Check arguments that Trainer accepts, but that fail or change the batches later.
+
+    Raises:
+        UserError: If the best checkpoint has no metric, or the process has several GPUs.
+    """
     if training.save_strategy == "best" and training.metric_for_best_model is None:
         raise UserError(
             "`save_strategy: best` needs the name of a metric. Pass --metric-for-best-model."
@@ -177,7 +199,6 @@ def training_arguments(
             "CUDA_VISIBLE_DEVICES=0 to use one of them, or start one process per GPU with "
             "`accelerate launch` or `torchrun`."
         )
-    return training
 
 
 def warmup_options(warmup_steps: float) -> dict[str, Any]:
