@@ -272,6 +272,11 @@ def value_and_error(metric: str, labels: Labels, predictions: Labels) -> tuple[f
 
     The standard error of an accuracy is that of a binomial proportion. Other metrics are
     bootstrapped over rows.
+
+    Args:
+        metric: Key of `METRICS`.
+        labels: Labels of the rows, (N,) or (N, C).
+        predictions: Predictions for the rows, as the metric takes them, see `METRICS`.
     """
     truth = np.asarray(labels)
     predicted = np.asarray(predictions)
@@ -289,6 +294,12 @@ def difference_and_error(
 
     The difference is positive if `predictions` are better than `other_predictions`. Both are
     measured on the same rows, so the error is that of the paired difference.
+
+    Args:
+        metric: Key of `METRICS`.
+        labels: Labels of the rows, (N,) or (N, C).
+        predictions: Predictions for the rows, as the metric takes them, see `METRICS`.
+        other_predictions: Predictions of the other model for the same rows.
     """
     truth = np.asarray(labels)
     # Predictions of both models in one array are resampled together, by the same rows.
@@ -301,7 +312,13 @@ def difference_and_error(
 
 
 def bootstrap_error(metric: Metric, labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Return the standard deviation of a metric over bootstrap samples of the rows."""
+    """Return the standard deviation of a metric over bootstrap samples of the rows.
+
+    Args:
+        metric: Function of labels and predictions.
+        labels: Labels of the rows, (N, ...).
+        predictions: Predictions for the rows, (N, ...).
+    """
     generator = np.random.default_rng(0)
     values = []
     with warnings.catch_warnings():

@@ -62,7 +62,15 @@ class Result:
 
 
 def measure(task: TextTask, name: str, labels: Sequence, predicted: Any, train_rows: int) -> Result:
-    """Return all metrics of a model on the test rows, with standard errors."""
+    """Return all metrics of a model on the test rows, with standard errors.
+
+    Args:
+        task: Task of the rows.
+        name: Name of the model for tables.
+        labels: Labels of the test rows, as in `Examples`.
+        predicted: Predictions for the test rows, as `decode_predictions` returns them.
+        train_rows: Number of rows that the model was trained on.
+    """
     truth, inputs = metric_inputs(task, labels, predicted)
     values = {}
     errors = {}
@@ -73,6 +81,11 @@ def measure(task: TextTask, name: str, labels: Sequence, predicted: Any, train_r
 
 def compare(metric: str, fine_tuned: Result, baselines: Sequence[Result]) -> dict[str, Any]:
     """Compare a fine-tuned model with the best of its baselines.
+
+    Args:
+        metric: Name of the metric that is compared.
+        fine_tuned: Result of the fine-tuned model.
+        baselines: Results of the baselines on the same test rows; may be empty.
 
     Returns:
         "baseline": name of the best baseline; "difference" and "standard_error" of the paired

@@ -125,6 +125,11 @@ def word_logits(split: TokenizedSplit, logits: np.ndarray) -> list[np.ndarray]:
 def decode_predictions(task: TextTask, split: TokenizedSplit, logits: np.ndarray) -> Any:
     """Return the predictions of rows from their logits.
 
+    Args:
+        task: Task of the rows.
+        split: Rows with the positions of their words.
+        logits: Logits of the rows, (N, C), or of their tokens, (N, L, C).
+
     Returns:
         Class numbers (N,), zeros and ones (N, C), values (N,), or a list of tags per row.
     """
@@ -142,7 +147,13 @@ def decode_predictions(task: TextTask, split: TokenizedSplit, logits: np.ndarray
 
 
 def metric_inputs(task: TextTask, labels: Sequence, predicted: Any) -> tuple[Any, np.ndarray]:
-    """Return labels and predictions in the form that `baselines.METRICS` take."""
+    """Return labels and predictions in the form that `baselines.METRICS` take.
+
+    Args:
+        task: Task of the rows.
+        labels: Labels of the rows, as in `Examples`.
+        predicted: Predictions for the rows, as `decode_predictions` returns them.
+    """
     # Metrics of entities are ratios of sums, and need only three counts per text.
     if task.name == TOKENS:
         counts = [tag_counts(truth, tags, task.bio) for truth, tags in zip(labels, predicted)]
@@ -152,7 +163,13 @@ def metric_inputs(task: TextTask, labels: Sequence, predicted: Any) -> tuple[Any
 
 
 def metric_values(task: TextTask, labels: Sequence, predicted: Any) -> dict[str, float]:
-    """Return all metrics of a task."""
+    """Return all metrics of a task.
+
+    Args:
+        task: Task of the rows.
+        labels: Labels of the rows, as in `Examples`.
+        predicted: Predictions for the rows, as `decode_predictions` returns them.
+    """
     inputs = metric_inputs(task, labels, predicted)
     return {name: float(METRICS[name](*inputs)) for name in task.metrics}
 
@@ -160,7 +177,13 @@ def metric_values(task: TextTask, labels: Sequence, predicted: Any) -> dict[str,
 def calibration_inputs(
     task: TextTask, split: TokenizedSplit, logits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits (N, C) and labels of the predictions of a classifier, of words for tags."""
+    """Return logits (N, C) and labels of the predictions of a classifier, of words for tags.
+
+    Args:
+        task: Task of the rows, except regression.
+        split: Rows with the positions of their words.
+        logits: Logits of the rows, (N, C), or of their tokens, (N, L, C).
+    """
     if task.name != TOKENS:
         return logits, np.asarray(split.examples.labels)
     label2id = {tag: index for index, tag in enumerate(task.labels)}
@@ -177,7 +200,13 @@ def calibration_inputs(
 
 
 def label_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[str, Any]]:
-    """Return precision, recall, F1 and the number of test rows of every label or entity type."""
+    """Return precision, recall, F1 and the number of test rows of every label or entity type.
+
+    Args:
+        task: Task of the rows.
+        labels: Labels of the rows, as in `Examples`.
+        predicted: Predictions for the rows, as `decode_predictions` returns them.
+    """
     if task.name == REGRESSION:
         return []
     if task.name == TOKENS:
@@ -223,7 +252,13 @@ def _tag_table(task: TextTask, labels: Sequence, predicted: Any) -> list[dict[st
 
 
 def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) -> float | None:
-    """Return the mean distance of labels and predictions, or None if labels are not numbers."""
+    """Return the mean distance of labels and predictions, or None if labels are not numbers.
+
+    Args:
+        task: Task of the rows.
+        labels: Class numbers of the rows, (N,).
+        predicted: Predicted class numbers, (N,).
+    """
     # Labels such as 1 to 5 stars are classes with an order.
     try:
         values = np.array([float(name) for name in task.labels])
@@ -236,7 +271,13 @@ def mean_distance(task: TextTask, labels: Sequence[int], predicted: np.ndarray) 
 
 
 def confusion_matrix(task: TextTask, labels: Sequence, predicted: Any) -> list[list[int]] | None:
-    """Return the numbers of test rows per label (row) and prediction (column), or None."""
+    """Return the numbers of test rows per label (row) and prediction (column), or None.
+
+    Args:
+        task: Task of the rows.
+        labels: Labels of the rows, as in `Examples`.
+        predicted: Predictions for the rows, as `decode_predictions` returns them.
+    """
     # Only a classification with one label per row has a confusion matrix.
     if task.name in (REGRESSION, MULTI_LABEL, TOKENS):
         return None

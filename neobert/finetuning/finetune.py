@@ -160,7 +160,15 @@ def run_identity(
     metric: str,
     training: TrainingArguments,
 ) -> dict[str, Any]:
-    """Return what identifies a run: options, digests of the rows and of the model."""
+    """Return what identifies a run: options, digests of the rows and of the model.
+
+    Args:
+        options: Options of the command.
+        task: Task of the rows.
+        splits: Rows.
+        metric: Metric that selects the checkpoint.
+        training: Arguments of the trainer.
+    """
     task_settings = asdict(task)
     # The digests of the rows contain the words already. Runs of earlier versions lack this field.
     del task_settings["has_spaces"]
@@ -379,7 +387,12 @@ class Finetuning:
         return {**values, "score": values[self.metric]}
 
     def save(self, trainer: FinetuneTrainer, folder: Path) -> dict[str, Any]:
-        """Write the model and its evaluation into a directory, and return the result."""
+        """Write the model and its evaluation into a directory, and return the result.
+
+        Args:
+            trainer: Trainer whose model has the selected weights.
+            folder: Directory to write into.
+        """
         # All processes predict; only the main process evaluates and writes.
         validation_logits, _ = trainer.predict_logits(self.parts["validation"].dataset)
         test_logits, _ = trainer.predict_logits(self.parts["test"].dataset)
@@ -498,7 +511,13 @@ class Finetuning:
 
 
 def task_record(task: TextTask, max_length: int, temperature: float) -> TaskContent:
-    """Return the content of task.json, which `neobert predict` reads."""
+    """Return the content of task.json, which `neobert predict` reads.
+
+    Args:
+        task: Task of the model.
+        max_length: Maximum sequence length in tokens.
+        temperature: Temperature that divides the logits.
+    """
     return {
         "task": task.name,
         "text_columns": list(task.text_columns),

@@ -54,7 +54,12 @@ class Inputs:
 
 
 def runs_of_row(options: GlueOptions, task: str) -> list[tuple[float, Path]]:
-    """Return the selection scores and directories of the row's finished runs, best run last."""
+    """Return the selection scores and directories of the row's finished runs, best run last.
+
+    Args:
+        options: Options of the command, which name the row.
+        task: Name of the task.
+    """
     return sorted(
         (result["selected"]["score"], folder)
         for folder, result in finished_runs(options.output.output)
@@ -64,6 +69,10 @@ def runs_of_row(options: GlueOptions, task: str) -> list[tuple[float, Path]]:
 
 def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
     """Choose the model that the runs of a task start from.
+
+    Args:
+        options: Options of the command.
+        task: GLUE task.
 
     Returns:
         Name of the row's best finished MNLI run, or None, and the model to load. The best run has
@@ -91,6 +100,11 @@ def choose_start(options: GlueOptions, task: Task) -> tuple[str | None, str]:
 
 def run_task(options: GlueOptions, task: Task, inputs: Inputs) -> list[dict]:
     """Run all seeds of one task and compare them with the baselines.
+
+    Args:
+        options: Options of the command.
+        task: GLUE task.
+        inputs: Rows of all tasks, tokenizer, and hidden size and digest of the model.
 
     Returns:
         The results of the chosen hyperparameters, one per seed.
@@ -182,6 +196,10 @@ def report_baselines(task: Task, results: list[dict]) -> None:
 
 def load_inputs(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
     """Load the inputs and check all tasks before the first one is trained.
+
+    Args:
+        options: Options of the command.
+        tasks: GLUE tasks to run.
 
     Raises:
         UserError: If the output directory holds a table of another program, or a run of other

@@ -91,6 +91,12 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return the metrics of every part of the evaluation rows.
 
+    Args:
+        task: GLUE task.
+        logits: Logits of the evaluation rows, (N, C).
+        labels: Labels of the evaluation rows, (N,).
+        slices: Slice of every part of the evaluation rows, as `prepare` returns them.
+
     Returns:
         "dev_<metric>" and "dev_score", means over the dev splits; "<split>_<metric>" if there are
         several dev splits; and "score", which selects the checkpoint: the score of the held-out

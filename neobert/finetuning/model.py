@@ -17,6 +17,10 @@ _DROPOUTS = ("classifier_dropout", "cls_dropout", "seq_classif_dropout")
 def encoder_hidden_size(name: str, trust_remote_code: bool = False) -> int | None:
     """Return the hidden size in a model's configuration, None if there is none.
 
+    Args:
+        name: Directory or Hub name of the model.
+        trust_remote_code: Whether to run the Python code in the repository of the model.
+
     Raises:
         UserError: If the configuration cannot be loaded.
     """

@@ -114,7 +114,13 @@ def plot_confusion(matrix: Sequence[Sequence[int]], labels: Sequence[str], path:
 
 
 def plot_values(truth: np.ndarray, predicted: np.ndarray, path: Path) -> None:
-    """Plot the predicted values of a regression against the labels of the test rows."""
+    """Plot the predicted values of a regression against the labels of the test rows.
+
+    Args:
+        truth: Labels, (N,).
+        predicted: Predicted values, (N,).
+        path: File to write (.png).
+    """
     figure = Figure(figsize=(5, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     axes.scatter(truth, predicted, s=12, alpha=0.5, color=_BLUE, linewidths=0)
@@ -128,6 +134,10 @@ def plot_values(truth: np.ndarray, predicted: np.ndarray, path: Path) -> None:
 
 def plot_label_f1(table: Sequence[Mapping], path: Path) -> bool:
     """Plot the F1 of every label of a multi-label task or of every entity type.
+
+    Args:
+        table: Rows of `label_table` with "label" and "f1".
+        path: File to write (.png).
 
     Returns:
         Whether the plot was written; it needs one to `MAX_LABELS` labels.

@@ -206,7 +206,12 @@ def split_cell(value: Any) -> Any:
 
 
 def word_count(text: Any, tags: Any) -> int | None:
-    """Return the number of words of a row, or None if it does not have one tag per word."""
+    """Return the number of words of a row, or None if it does not have one tag per word.
+
+    Args:
+        text: Cell with the words, a list or separated by spaces.
+        tags: Cell with the tags of the words, in either form.
+    """
     words = split_cell(text)
     word_tags = split_cell(tags)
     are_lists = isinstance(words, list) and isinstance(word_tags, list)

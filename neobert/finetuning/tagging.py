@@ -205,6 +205,11 @@ def tag_counts(truth: Sequence[str], predicted: Sequence[str], bio: bool) -> tup
     """Return the numbers of correct, predicted and true entities of a text.
 
     With plain tags, words are counted instead of entities.
+
+    Args:
+        truth: True tags of the words, (W,).
+        predicted: Predicted tags of the words, (W,).
+        bio: Whether the tags are those of the BIO scheme.
     """
     if not bio:
         correct = sum(a == b for a, b in zip(truth, predicted))

@@ -279,7 +279,13 @@ def output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
 
 @torch.no_grad()
 def scale_output(model: torch.nn.Module, factor: float, offset: float) -> None:
-    """Change the last layer of a model so that its output y becomes `factor * y + offset`."""
+    """Change the last layer of a model so that its output y becomes `factor * y + offset`.
+
+    Args:
+        model: Model with an `output_layer`, which is changed in place.
+        factor: Factor of the output.
+        offset: Value that is added to the scaled output.
+    """
     # Labels are standardized only for models with such a layer.
     layer = output_layer(model)
     assert layer is not None

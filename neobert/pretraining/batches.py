@@ -46,7 +46,12 @@ def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
 
 def add_boundaries(ids: Sequence[int] | np.ndarray, boundaries: tuple[int, int]) -> np.ndarray:
-    """Return token ids between those of `boundary_tokens`, int64."""
+    """Return token ids between those of `boundary_tokens`, int64.
+
+    Args:
+        ids: Token ids of a text, (N,).
+        boundaries: Ids of the special tokens before and after the text.
+    """
     return np.concatenate(([boundaries[0]], ids, [boundaries[1]])).astype(np.int64)
 
 
@@ -239,7 +244,12 @@ def masked_batch(
 
 
 def batch_generator(seed: int, number: int) -> torch.Generator:
-    """Return the random number generator of a micro-batch."""
+    """Return the random number generator of a micro-batch.
+
+    Args:
+        seed: Random seed of the run.
+        number: Number of the micro-batch in the run.
+    """
     # SeedSequence mixes both numbers, so neighboring micro-batches have independent masks. The
     # shift keeps the seed within the signed 64-bit integers.
     state = np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)

@@ -206,7 +206,11 @@ class BatchOptions(OptionGroup):
 
     @property
     def sequence_length(self) -> int:
-        """Maximum sequence length in tokens, after `auto` has been replaced."""
+        """Maximum sequence length in tokens, after `auto` has been replaced.
+
+        Raises:
+            ValueError: If `max_length` is still `auto`.
+        """
         if self.max_length == "auto":
             raise ValueError("`max_length` is auto until the model is known.")
         return self.max_length

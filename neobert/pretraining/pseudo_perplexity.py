@@ -317,6 +317,10 @@ def summarize(rows: pandas.DataFrame) -> list[Bucket]:
 def load_series(options: PseudoPerplexityOptions, sources: Sequence[Source]) -> list[Series]:
     """Load all models in all YaRN settings, and select the excerpts of each model.
 
+    Args:
+        options: Options of the command.
+        sources: Sources of the texts.
+
     Raises:
         UserError: If a model or a tokenizer cannot be used, or no text is long enough.
     """
@@ -472,7 +476,13 @@ def select_excerpts(
 
 
 def measure_excerpt(series: Series, excerpt: Excerpt, options: SamplingOptions) -> pandas.DataFrame:
-    """Measure a model on an excerpt, and return the row of the CSV file."""
+    """Measure a model on an excerpt, and return the row of the CSV file.
+
+    Args:
+        series: Model and tokenizer.
+        excerpt: Text without special tokens.
+        options: Number of masked positions, and seed of their sample.
+    """
     # The special tokens of any text are those before and after its tokens.
     encoded = series.tokenizer("a", return_special_tokens_mask=True)
     special_ids = encoded["input_ids"]

@@ -404,6 +404,10 @@ def training_batches(
 ) -> MicroBatches | StreamedBatches:
     """Return the micro-batches of all processes, or those of this process if texts are streamed.
 
+    Args:
+        run: The run, with a resolved number of steps.
+        tokenizer: Tokenizer of the model.
+
     Raises:
         NothingToMask: If no token of the first prepared batches can be masked.
     """
@@ -458,7 +462,13 @@ def _prepared_batches(
 def make_masking(
     options: MaskingOptions, tokenizer: PreTrainedTokenizerBase, use_schedule: bool = True
 ) -> TokenMasking:
-    """Return the masking of the options, with or without their schedule."""
+    """Return the masking of the options, with or without their schedule.
+
+    Args:
+        options: Probabilities of the masking, and their schedule.
+        tokenizer: Tokenizer of the model.
+        use_schedule: Whether the probability of masking follows the schedule.
+    """
     return TokenMasking(
         tokenizer,
         mlm_probability=options.mlm_probability,

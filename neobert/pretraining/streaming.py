@@ -185,6 +185,10 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         """Return the reader of a worker for one part of the mixture.
 
         Each part of the mixture reads the stream separately.
+
+        Args:
+            part: Number of the part of the mixture.
+            worker: Number of the worker in this process.
         """
         min_tokens = self.batch_options.parts[part][0]
         splitter = _WindowSplitter(self.tokenizer, self.boundaries, self.batch_options, min_tokens)
@@ -202,6 +206,10 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
 def next_texts(reader: "TextReader", batch_options: BatchOptions) -> list[np.ndarray]:
     """Read the texts of one micro-batch.
+
+    Args:
+        reader: Reader of the texts.
+        batch_options: Size and layout of the batches.
 
     Returns:
         Token ids of each text, int64; for "packed_without_boundaries" a single array of all tokens.

@@ -186,7 +186,15 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
-        """Create the learning rate schedule with the paper's warmup."""
+        """Create the learning rate schedule with the paper's warmup.
+
+        Args:
+            num_training_steps: Number of optimizer steps of the run.
+            optimizer: Optimizer, by default that of the trainer.
+
+        Raises:
+            UserError: If the schedule does not accept `lr_scheduler_kwargs`.
+        """
         scheduler: Any = self.lr_scheduler
         if scheduler is None:
             used_optimizer: Any = optimizer or self.optimizer

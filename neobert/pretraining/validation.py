@@ -81,6 +81,10 @@ def check_validation_sets(
 ) -> None:
     """Check that no validation set contains a source of the training texts.
 
+    Args:
+        validation: Sources of the validation sets, {name: sources}.
+        train: Sources of the training texts.
+
     Raises:
         UserError: If a validation set and the training texts share a file or a Hub dataset.
     """
@@ -211,6 +215,11 @@ def metric_name(name: str, metric: str, prefix: str = "eval") -> str:
     """Return the key of a metric in the log and in result.json.
 
     The key is `eval_loss`, or `eval_NAME_loss` for the validation set `name`.
+
+    Args:
+        name: Name of the validation set; "" for a set without a name.
+        metric: Name of the metric.
+        prefix: Prefix of the key.
     """
     return f"{prefix}_{name}_{metric}" if name else f"{prefix}_{metric}"
 

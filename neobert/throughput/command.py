@@ -331,7 +331,14 @@ def comparison(rows: Sequence[Row]) -> str:
 def write_results(
     folder: Path, plan: Plan, environment: Mapping[str, Any], rows: Sequence[Row]
 ) -> None:
-    """Write throughput.json and throughput.md."""
+    """Write throughput.json and throughput.md.
+
+    Args:
+        folder: Output directory.
+        plan: Plan of the run.
+        environment: Environment of the run.
+        rows: Rows so far, as `measure` returns them.
+    """
     text = f"Clock: {plan.clock}. {NOTE}\n\n{row_table(rows)}\n{comparison(rows)}"
     data = {"options": asdict(plan), "rows": rows, "ratios": ratios(rows)}
     write_result(folder / "throughput", "Throughput", environment, data, text)
@@ -341,6 +348,11 @@ def write_plots(folder: Path, environment: Mapping[str, Any], rows: Sequence[dic
     """Write throughput.png (tokens per second by length) and by_fill.png (speedup by padding).
 
     A plot is omitted if the run has only one point of it, or if matplotlib is not installed.
+
+    Args:
+        folder: Output directory.
+        environment: Environment of the run, for the caption.
+        rows: Rows of the run, as `measure` returns them.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return

@@ -217,6 +217,9 @@ def draw_lengths(
         count: Batch size in sequences.
         seed: Random seed.
         file_lengths: Lengths of the workload "texts", which are sampled with replacement.
+
+    Raises:
+        ValueError: If there is no such workload.
     """
     # Every model gets a batch of the same lengths, as they are a function of the seed.
     generator = torch.Generator().manual_seed(seed)

@@ -50,7 +50,12 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def between(pair: Sequence[float], form: str = ",.0f") -> str:
-    """Return a range as text, "1 to 2", with both values in the format `form`."""
+    """Return a range as text, "1 to 2", with both values in the format `form`.
+
+    Args:
+        pair: Lower and upper value.
+        form: Format specification of both values.
+    """
     return " to ".join(f"{value:{form}}" for value in pair)
 
 
@@ -127,7 +132,13 @@ class Timing:
     rates: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, rate: float | None) -> None:
-        """Add a repeat."""
+        """Add a repeat.
+
+        Args:
+            seconds: Duration of the call.
+            rate: Speed of the matrix product around the call in operations per second, None if it
+                was not measured.
+        """
         self.seconds.append(seconds)
         if rate is not None:
             self.rates.append(rate)
