@@ -96,8 +96,8 @@ def test_distilled_student_beats_initial_weights(docstrings, tmp_path):
     figures = json.loads((tmp_path / "runs" / "student" / "figures.json").read_text())
     comparison = figures["comparison"]
     student = comparison["student"]
-    start = comparison["start"]
-    assert student["mrr@10"] > start["mrr@10"] + 0.02, (student, start)
+    initial = comparison["initial_student"]
+    assert student["mrr@10"] > initial["mrr@10"] + 0.02, (student, initial)
 
 
 def test_adaptation_lowers_the_bits_per_character(bundled, docstrings, tmp_path):

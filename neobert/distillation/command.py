@@ -414,7 +414,7 @@ class Distillation:
         if self.queries:
             teacher_metrics |= evaluate_retrieval(teacher, self.queries)
         initial_metrics = self._evaluate(student.to(self.training.device))
-        self.comparison = {"teacher": teacher_metrics, "start": initial_metrics}
+        self.comparison = {"teacher": teacher_metrics, "initial_student": initial_metrics}
 
     def _evaluate(self, model: SentenceTransformer) -> dict[str, float]:
         """Return the agreement of an encoder with the teacher and its retrieval metrics."""
@@ -580,7 +580,7 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
     the initialization from the teacher's token embeddings maximizes it, and a trained student with
     the cosine of the initial student retrieves much better than the initial student.
     """
-    initial = comparison["start"]
+    initial = comparison["initial_student"]
     student = comparison["student"]
     # Without evaluated texts there is nothing to compare.
     correlations = [name for name in student if name.endswith("_spearman")]
@@ -590,8 +590,8 @@ def comparison_warning(comparison: Mapping[str, Mapping[str, float]]) -> str | N
     name = "mrr@10" if "mrr@10" in student else correlations[0]
     if student[name] <= initial[name]:
         return (
-            f"the student is not better than its start ({name.replace('_', ' ')} "
-            f"{student[name]:.3f}, start {initial[name]:.3f}). Train for more epochs or with more "
+            f"the student is not better than before training ({name.replace('_', ' ')} "
+            f"{student[name]:.3f}, before {initial[name]:.3f}). Train for more epochs or with more "
             "texts, or lower --learning-rate."
         )
     # There is no cosine if the embeddings differ in their dimension.
@@ -611,7 +611,7 @@ def comparison_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
     rows = []
     for encoder, metrics in comparison.items():
         cells = [f"{metrics[name]:.3f}" if name in metrics else "" for name in names]
-        rows.append([encoder, *cells])
+        rows.append([encoder.replace("_", " "), *cells])
     return markdown_table(["encoder", *(name.replace("_", " ") for name in names)], rows)
 
 

@@ -98,7 +98,7 @@ print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle
 ## Agreement with the teacher
 
 Mean cosine between the embeddings of student and teacher, and Spearman correlation between the similarities of all pairs of {pairs} texts.
-{explanation} `start` is the student before training.
+{explanation} The initial student is the student before training.
 
 {_agreement_table(result["comparison"])}
 {_retrieval_section(result["comparison"])}{warning}## Training
@@ -114,7 +114,7 @@ Mean cosine between the embeddings of student and teacher, and Spearman correlat
 
 def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of the agreement of the student and the initial student by type of texts."""
-    initial = comparison["start"]
+    initial = comparison["initial_student"]
     student = comparison["student"]
     names = [key.removesuffix("_spearman") for key in student if key.endswith("_spearman")]
     rows = []
@@ -123,16 +123,16 @@ def _agreement_table(comparison: Mapping[str, Mapping[str, float]]) -> str:
         for metrics in (student, initial):
             cells += [f"{metrics[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
         rows.append(cells)
-    header = ["texts", "mean cosine", "Spearman", "mean cosine, start", "Spearman, start"]
+    header = ["texts", "mean cosine", "Spearman", "mean cosine, initial", "Spearman, initial"]
     return markdown_table(header, rows)
 
 
 def _retrieval_section(comparison: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of the retrieval of all encoders, or "" without --validation-file."""
-    if "mrr@10" not in comparison["start"]:
+    if "mrr@10" not in comparison["initial_student"]:
         return ""
     rows = []
     for encoder, metrics in comparison.items():
         cells = [f"{metrics[name]:.3f} ± {metrics[f'{name}_se']:.3f}" for name in METRICS]
-        rows.append([encoder, *cells])
+        rows.append([encoder.replace("_", " "), *cells])
     return f"Retrieval on validation pairs:\n\n{markdown_table(['encoder', *METRICS], rows)}\n"

@@ -392,11 +392,11 @@ def test_the_default_student_has_half_of_the_layers(teacher):
 
 
 def test_warning_for_unimproved_student():
-    """A warning reports a student that is no better than its start, or unlike its teacher."""
+    """A warning reports a student that is no better than before training, or unlike its teacher."""
 
-    def warning_for(start, student, **student_metrics):
+    def warning_for(initial, student, **student_metrics):
         metrics = {
-            "start": {"validation_cosine": 0.6, "validation_spearman": start},
+            "initial_student": {"validation_cosine": 0.6, "validation_spearman": initial},
             "student": {
                 "validation_cosine": 0.6,
                 "validation_spearman": student,
@@ -404,19 +404,22 @@ def test_warning_for_unimproved_student():
             },
         }
         if "mrr@10" in student_metrics:
-            metrics["start"]["mrr@10"] = 0.5
+            metrics["initial_student"]["mrr@10"] = 0.5
         return comparison_warning(metrics)
 
     assert warning_for(0.6, 0.8) is None
-    assert "not better than its start (validation spearman 0.800" in warning_for(0.8, 0.8)
+    assert "not better than before training (validation spearman 0.800" in warning_for(0.8, 0.8)
     assert "agrees little with its teacher" in warning_for(0.1, 0.2, validation_cosine=0.176)
 
     # Retrieval metrics decide if there are any.
     assert warning_for(0.8, 0.7, **{"mrr@10": 0.6}) is None
-    assert "(mrr@10 0.500, start 0.500)" in warning_for(0.6, 0.8, **{"mrr@10": 0.5})
+    assert "(mrr@10 0.500, before 0.500)" in warning_for(0.6, 0.8, **{"mrr@10": 0.5})
 
     # Embeddings of different dimensions have no cosine.
-    narrow = {"start": {"validation_spearman": 0.5}, "student": {"validation_spearman": 0.6}}
+    narrow = {
+        "initial_student": {"validation_spearman": 0.5},
+        "student": {"validation_spearman": 0.6},
+    }
     assert comparison_warning(narrow) is None
 
 
@@ -514,7 +517,7 @@ def test_the_card_names_evaluated_texts_only(tmp_path, teacher, files):
     """Validation texts that are too few for an evaluation are not in the model card."""
     metrics = {f"{name}_{key}": 0.5 for name in ("validation", "birds") for key in METRICS}
     result = {
-        "comparison": {"teacher": metrics, "start": metrics, "student": metrics},
+        "comparison": {"teacher": metrics, "initial_student": metrics, "student": metrics},
         "texts": {"train": 50, "validation": 10},
         "teacher_layers": [],
         "steps": 1,
@@ -527,7 +530,7 @@ def test_the_card_names_evaluated_texts_only(tmp_path, teacher, files):
 
     sources = [birds, replace(birds, name="copies")]
     write_card(tmp_path, options, [birds], sources, result, environment)
-    assert "not trained on: birds. `start`" in (tmp_path / "README.md").read_text()
+    assert "not trained on: birds. The initial student" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

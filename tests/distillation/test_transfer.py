@@ -474,7 +474,7 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
 
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     # A student with random blocks has a mean cosine of about 0.
-    assert figures["comparison"]["start"]["validation_cosine"] > 0.6
+    assert figures["comparison"]["initial_student"]["validation_cosine"] > 0.6
 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "initialized from the layers 0, 2 of the teacher, with 10 training steps each" in card
@@ -667,7 +667,10 @@ def test_pruned_teacher_training(tmp_path, tokenizer_dir):
     assert 0 < distances[2] < 0.2 * min(distances[:2])
 
     comparison = json.loads((tmp_path / "out" / "figures.json").read_text())["comparison"]
-    assert comparison["student"]["validation_cosine"] > comparison["start"]["validation_cosine"]
+    assert (
+        comparison["student"]["validation_cosine"]
+        > comparison["initial_student"]["validation_cosine"]
+    )
 
 
 def test_forward_in_groups_matches_single_batch(tmp_path, tokenizer_dir):
