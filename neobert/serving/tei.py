@@ -61,7 +61,7 @@ class PredictBody(TeiBody):
         is_batch: Whether the response has a list of predictions per text or pair; set by `inputs`.
     """
 
-    inputs: Items[Annotated[list[Text], Field(min_length=1, max_length=2)]]
+    inputs: Items[Annotated[list[Text], Field(min_length=1, max_length=2, fail_fast=True)]]
     raw_scores: bool = False
     parameters: PredictParameters | None = None
     is_batch: bool = True
