@@ -34,9 +34,9 @@ MIN_USEFUL_SPEEDUP = 1.1
 # zero.
 _MIN_ABSMAX = 1e-30
 
-# The processor time of a thread is too coarse on Windows.
 logger = logging.getLogger("neobert.quantization")
 
+# The processor time of a thread is too coarse on Windows.
 _has_fine_clock = time.get_clock_info("thread_time").resolution < 1e-5
 _clock: Callable[[], float] = time.thread_time if _has_fine_clock else time.perf_counter
 
