@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_response
 from .metrics import Metrics
-from .options import MAX_REQUEST_BYTES
+from .options import MAX_REQUEST_BYTES, MAX_STORED_BYTES
 
 
-# Routes that need no API key.
+# Routes that need no API key and read no body.
 OPEN_ROUTES = ("/health", "/metrics")
 # Status of nginx for a client that disconnected. It appears in the metrics only.
 CLIENT_CLOSED = 499
@@ -46,6 +46,8 @@ class RequestGate:
         self.routes = frozenset(routes)
         self.metrics = metrics
         self._api_key = None if api_key is None else api_key.encode()
+        # Size of the bodies of all requests in progress.
+        self._stored_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -66,33 +68,38 @@ class RequestGate:
             self.metrics.request_seconds.labels(route).observe(time.perf_counter() - start)
 
     async def _handle(self, scope: Scope, receive: Receive, response: "_Response") -> None:
-        async def refuse(status: int, message: str, headers: dict[str, str]) -> None:
-            answer = error_response(scope["path"], status, message, headers)
-            await answer(scope, receive, response.send)
-
-        if not self._is_authorized(scope):
-            message = "the API key must be sent as a bearer token, got none or another key."
-            await refuse(401, message, {"WWW-Authenticate": "Bearer"})
+        """Read the body of a request, and run its route or refuse the request."""
+        # These bodies are not read, because clients without a key must not fill the memory.
+        if scope["path"] in OPEN_ROUTES:
+            await self.app(scope, receive, response.send)
             return
 
         # Reading the body and running the route share one deadline.
         deadline = time.monotonic() + self.timeout
         try:
-            body = await asyncio.wait_for(_read_body(scope, receive), self.timeout)
-        except asyncio.TimeoutError:
-            message = f"the body must arrive within {self.timeout:g} s. Send a smaller request."
-            await refuse(408, message, {"Connection": "close"})
-            return
-        except _TooLarge:
-            # The rest of the body is not read, so the connection cannot be used again.
-            message = f"the body must have at most {MAX_REQUEST_BYTES} bytes. Send fewer texts."
-            await refuse(413, message, {"Connection": "close"})
-            return
+            self._check_key(scope)
+            async with self._stored_body(scope, receive) as body:
+                if body is None:
+                    response.status = CLIENT_CLOSED
+                else:
+                    await self._run_route(scope, receive, response, body, deadline)
+        except _Refused as error:
+            answer = error_response(scope["path"], error.status, error.message, error.headers)
+            await answer(scope, receive, response.send)
 
-        if body is None:
-            response.status = CLIENT_CLOSED
-            return
+    async def _run_route(
+        self,
+        scope: Scope,
+        receive: Receive,
+        response: "_Response",
+        body: bytes,
+        deadline: float,
+    ) -> None:
+        """Run the route of a request until the deadline, or until the client disconnects.
 
+        Raises:
+            _Refused: If the deadline passes before the response has started.
+        """
         # The route and a watcher of the connection run at the same time; the first to end decides.
         route = asyncio.ensure_future(self.app(scope, _replay(body), response.send))
         disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -116,22 +123,90 @@ class RequestGate:
             # A response that has started cannot be replaced by an error.
             elif response.status is None:
                 message = f"the request took longer than {self.timeout:g} s. Retry later."
-                await refuse(503, message, {"Retry-After": "1"})
+                raise _Refused(503, message, {"Retry-After": "1"})
         finally:
             # Neither task may outlive the request, even if the server cancels the request.
             await _cancel(disconnect)
             await _cancel(route)
 
-    def _is_authorized(self, scope: Scope) -> bool:
-        if self._api_key is None or scope["path"] in OPEN_ROUTES:
-            return True
+    def _check_key(self, scope: Scope) -> None:
+        """Raise _Refused unless a request has the API key of the server."""
+        if self._api_key is None:
+            return
         authorization = dict(scope["headers"]).get(b"authorization", b"")
         # The name of the scheme is case-insensitive (RFC 7235).
         scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
         # The comparison takes the same time for all keys, so a key cannot be guessed bytewise.
-        return hmac.compare_digest(key, self._api_key)
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._api_key):
+            message = "the API key must be sent as a bearer token, got none or another key."
+            raise _Refused(401, message, {"WWW-Authenticate": "Bearer"})
+
+    @contextlib.asynccontextmanager
+    async def _stored_body(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes | None]:
+        """Yield the body of a request, which is stored until the end of the block.
+
+        Yields:
+            Body; None if the client has disconnected.
+
+        Raises:
+            _Refused: If the body is too large or too slow, or if all bodies are too large together.
+        """
+        # A large body is refused before it is read, if its length is announced.
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > MAX_REQUEST_BYTES:
+            raise _too_large()
+
+        size = 0
+
+        async def read() -> bytes | None:
+            nonlocal size
+            received = bytearray()
+            # A client may announce no length or a wrong one, so the received bytes are counted.
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                chunk = message.get("body", b"")
+                received += chunk
+                size += len(chunk)
+                self._stored_bytes += len(chunk)
+
+                if size > MAX_REQUEST_BYTES:
+                    raise _too_large()
+                if self._stored_bytes > MAX_STORED_BYTES:
+                    raise _Refused(
+                        429,
+                        "the bodies of all requests in progress must have at most "
+                        f"{MAX_STORED_BYTES} bytes. Retry later.",
+                        {"Retry-After": "1", "Connection": "close"},
+                    )
+                if not message.get("more_body"):
+                    return bytes(received)
+
+        try:
+            try:
+                body = await asyncio.wait_for(read(), self.timeout)
+            except asyncio.TimeoutError:
+                message = f"the body must arrive within {self.timeout:g} s. Send a smaller request."
+                raise _Refused(408, message, {"Connection": "close"}) from None
+            yield body
+        finally:
+            self._stored_bytes -= size
+
+
+class _Refused(Exception):
+    """Error response of the middleware. Without a complete body, the connection must be closed."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = headers
+
+
+def _too_large() -> _Refused:
+    message = f"the body must have at most {MAX_REQUEST_BYTES} bytes. Send fewer texts."
+    return _Refused(413, message, {"Connection": "close"})
 
 
 class _Response:
@@ -153,34 +228,6 @@ class _Response:
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self.is_complete = True
-
-
-class _TooLarge(Exception):
-    """Body above the limit."""
-
-
-async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """Return the body of a request; None if the client has disconnected.
-
-    Raises:
-        _TooLarge: If the body is too large.
-    """
-    # A large body is refused before it is read, if its length is announced.
-    announced = dict(scope["headers"]).get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > MAX_REQUEST_BYTES:
-        raise _TooLarge
-
-    # A client may announce no length or a wrong one, so the received bytes are counted, too.
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > MAX_REQUEST_BYTES:
-            raise _TooLarge
-        if not message.get("more_body"):
-            return bytes(body)
 
 
 def _replay(body: bytes) -> Receive:

@@ -20,6 +20,9 @@ MAX_CHARACTERS = 100_000
 # memory. Each pair of a rerank request counts the query again.
 MAX_TOTAL_CHARACTERS = 10_000_000
 MAX_REQUEST_BYTES = 32 * 2**20
+# Maximum size of the bodies of all requests in progress in a worker process. The queue only counts
+# tokens, which are unknown until a body has been received and its texts have been tokenized.
+MAX_STORED_BYTES = 8 * MAX_REQUEST_BYTES
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_request_timeout_removes_queued_texts():
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
 
 
-def run_gate(route, messages, headers=(), timeout=5.0):
+def run_gate(route, messages, headers=(), timeout=5.0, path="/v1/embeddings"):
     """Return the ASGI messages that the middleware sends, and the text of its metrics.
 
     Args:
@@ -87,6 +87,7 @@ def run_gate(route, messages, headers=(), timeout=5.0):
         messages: Messages that the middleware receives. A number is a pause in seconds.
         headers: Headers of the request.
         timeout: Deadline in seconds.
+        path: Path of the request.
     """
     metrics = Metrics()
     sent = []
@@ -104,7 +105,7 @@ def run_gate(route, messages, headers=(), timeout=5.0):
                 await asyncio.sleep(message)
             return await asyncio.Event().wait()
 
-        scope = {"type": "http", "path": "/v1/embeddings", "headers": list(headers)}
+        scope = {"type": "http", "path": path, "headers": list(headers)}
         gate = RequestGate(route, None, timeout, ["/v1/embeddings"], metrics)
         await asyncio.wait_for(gate(scope, receive, send), 20)
 
@@ -191,6 +192,67 @@ def test_a_slow_body_is_refused():
 
     sent, _ = run_gate(route, [body_of(b"1", True), 30.0], timeout=0.1)
     assert sent[0]["status"] == 408 and b"within 0.1 s" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_body_of_a_route_without_a_key_is_not_read(path):
+    """A client without an API key cannot make the server store its bodies."""
+
+    async def route(scope, receive, send):
+        await send({"type": "http.response.start", "status": 405, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    # The rest of the body never arrives.
+    sent, _ = run_gate(route, [body_of(b"1", True)], timeout=0.1, path=path)
+    assert sent[0]["status"] == 405
+
+
+def test_bodies_of_all_requests_share_a_limit(monkeypatch):
+    """A request is refused while the bodies of other requests in progress fill the limit."""
+    monkeypatch.setattr(middleware, "MAX_STORED_BYTES", 8)
+    metrics = Metrics()
+
+    async def run():
+        may_finish = asyncio.Event()
+
+        async def route(scope, receive, send):
+            await may_finish.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        gate = RequestGate(route, None, 5.0, ["/embed"], metrics)
+
+        async def post(*messages):
+            remaining = iter(messages)
+            statuses = []
+
+            async def receive():
+                for message in remaining:
+                    return message
+                return await asyncio.Event().wait()
+
+            async def send(message):
+                if message["type"] == "http.response.start":
+                    statuses.append((message["status"], dict(message["headers"])))
+
+            scope = {"type": "http", "path": "/embed", "headers": []}
+            await gate(scope, receive, send)
+            return statuses[0]
+
+        first = asyncio.create_task(post(body_of(b"123", True), body_of(b"45")))
+        await asyncio.sleep(0.05)
+        # The first request waits in its route. Its body and the next one exceed the limit.
+        status, headers = await post(body_of(b"67", True), body_of(b"89", True))
+        assert status == 429 and headers[b"retry-after"] == b"1"
+        # The refused request has released its bytes.
+        second = asyncio.create_task(post(body_of(b"678")))
+        await asyncio.sleep(0.05)
+        may_finish.set()
+        assert [(await first)[0], (await second)[0]] == [200, 200]
+        # All bytes have been released.
+        assert (await post(body_of(b"12345678")))[0] == 200
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_requests_are_counted_by_route_and_status(client):
