@@ -28,7 +28,7 @@ from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
 from ..quantization.int8 import quantize_int8
-from .options import MAX_TOTAL_CHARACTERS, ServeOptions
+from .options import MAX_CHARACTERS, MAX_TOTAL_CHARACTERS, ServeOptions
 
 
 # Text, or token ids.
@@ -118,12 +118,15 @@ class Encoder:
                 texts[index] = self._decode(index, item)
         check_characters(sum(map(len, texts.values())))
 
-        # The tokenizer truncates, and adds the complete lengths to `text_lengths`.
+        # The tokenizer truncates, and appends the complete lengths to `text_lengths`. They are only
+        # requested to refuse long texts, because long texts are tokenized a second time for them.
         text_lengths: list[int] = []
-        text_ids = self.packed_encoder.tokenize(list(texts.values()), prompt, text_lengths)
+        text_ids = self.packed_encoder.tokenize(
+            list(texts.values()), prompt, None if truncate else text_lengths
+        )
         ids.update(zip(texts, text_ids))
-        lengths.update(zip(texts, text_lengths))
         if not truncate:
+            lengths.update(zip(texts, text_lengths))
             check_lengths([lengths[index] for index in range(len(items))], self.max_length)
 
         excluded_prompt = "" if self.packed_encoder.packs else prompt
@@ -138,7 +141,10 @@ class Encoder:
         return kept
 
     def _has_special_tokens(self, ids: list[int]) -> bool:
-        return self._ends is None or (ids[0], ids[-1]) == self._ends
+        # Without special tokens at both ends, the option alone determines the tokenizer of the IDs.
+        if self._ends is None:
+            return self._encoding is None
+        return (ids[0], ids[-1]) == self._ends
 
     def _check_ids(self, index: int, ids: list[int], prompt: str) -> None:
         if prompt:
@@ -163,13 +169,22 @@ class Encoder:
             )
 
         try:
-            return self._encoding.decode(ids)
+            text = self._encoding.decode(ids)
         except (KeyError, OverflowError) as error:
             raise HTTPException(
                 400,
                 f"the token IDs of text {index} must be of the encoding {self._encoding.name}, got "
                 f"{one_line(error)}.",
             ) from error
+
+        # A token ID may stand for a hundred spaces, so a text can be much longer than its IDs.
+        if len(text) > MAX_CHARACTERS:
+            raise HTTPException(
+                400,
+                f"text {index} must have at most {MAX_CHARACTERS} characters, got {len(text)}. "
+                "Shorten the text.",
+            )
+        return text
 
     def embed(self, batch: Sequence[Tokens]) -> list[np.ndarray]:
         """Return the embeddings of tokenized texts, (D,) float32 arrays."""

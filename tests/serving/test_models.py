@@ -26,6 +26,7 @@ from neobert import NeoBERTConfig, NeoBERTForTokenClassification, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.embeddings.cpu_forward import CpuClassifier
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.serving import models
 from neobert.serving.app import create_app
 from neobert.serving.models import Classifier, public_name
 from neobert.serving.options import OPTIONS
@@ -63,6 +64,45 @@ def test_token_ids_of_tiktoken_are_decoded(byte_encoding):
     assert rows[0].tobytes() == rows[1].tobytes() == rows[2].tobytes()
     assert response.status_code == 400
     assert "text 0 must be of the encoding bytes" in response.json()["error"]["message"]
+
+
+def test_token_ids_of_tiktoken_for_a_tokenizer_with_one_special_token(byte_encoding, tmp_path):
+    """Token ids are decoded if the special tokens of the model do not identify its own ids."""
+    folder = shutil.copytree(ENCODER, tmp_path / "encoder")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    template = tokenizer["post_processor"]["single"]
+    assert template.pop(0)["SpecialToken"]["id"] == "[CLS]"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    # Another class would write the template again.
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    with serving("--tiktoken-encoding", "bytes", model=folder) as client:
+        assert client.app.state.serving.encoder.packed_encoder.tokenize([""])[0].tolist() == [102]
+        body = {"input": [list(b"an eagle"), "an eagle"]}
+        rows = embeddings_of(client.post("/v1/embeddings", json=body))
+    assert rows[0].tobytes() == rows[1].tobytes()
+
+
+def test_decoded_token_ids_have_the_limit_of_texts(byte_encoding, monkeypatch):
+    """A text is limited to a number of characters, also if a request contains its token ids."""
+    monkeypatch.setattr(models, "MAX_CHARACTERS", 8)
+    with serving("--tiktoken-encoding", "bytes") as client:
+        assert client.post("/embed", json={"inputs": list(b"an eagle")}).status_code == 200
+        response = client.post("/embed", json={"inputs": ["a", list(b"an eagle.")]})
+    assert response.status_code == 400
+    assert response.json()["error"] == (
+        "text 1 must have at most 8 characters, got 9. Shorten the text."
+    )
+
+
+def test_truncated_texts_are_tokenized_once(monkeypatch):
+    """The complete length of a text is not computed if long texts are truncated."""
+    with serving("--truncate") as client:
+        encoder = client.app.state.serving.encoder.packed_encoder
+        monkeypatch.setattr(encoder, "_full_lengths", None)
+        assert client.post("/embed", json={"inputs": "b " * 400}).status_code == 200
 
 
 def test_an_unknown_encoding_is_refused(byte_encoding):
