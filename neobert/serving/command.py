@@ -25,7 +25,7 @@ from uvicorn.supervisors import Multiprocess
 from ..common.commands import guarded, setup_logging
 from ..common.errors import UserError
 from ..common.loading import check_model
-from .options import API_KEY_VARIABLE, OPTIONS, ServeOptions
+from .options import API_KEY_VARIABLE, METRICS_FOLDER_VARIABLE, OPTIONS, ServeOptions
 
 
 logger = logging.getLogger("neobert.serving")
@@ -217,9 +217,7 @@ def _run_supervisor(config: uvicorn.Config, listener: socket.socket) -> int:
     """Serve in worker processes, and restart those that die."""
     folder = tempfile.mkdtemp(prefix="neobert-metrics-")
     # Worker processes inherit the variable, and share their metrics in the directory.
-    # The name is that of `metrics.SHARED_VARIABLE`. That module imports prometheus_client, which
-    # reads the variable when it is imported.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    os.environ[METRICS_FOLDER_VARIABLE] = folder
     try:
         supervisor = Supervisor(config, sockets=[listener])
         supervisor.run()

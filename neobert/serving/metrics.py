@@ -1,15 +1,14 @@
 """Prometheus metrics of the server, also across several worker processes."""
 
+import contextlib
 import os
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
+from .options import METRICS_FOLDER_VARIABLE
 
-# Directory in which the workers of a server share their metrics. prometheus_client reads the
-# variable when it is imported.
-SHARED_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 # Upper bounds of the buckets of histograms.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -77,7 +76,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the metrics of all workers in the text format of Prometheus."""
-        folder = os.environ.get(SHARED_VARIABLE)
+        folder = os.environ.get(METRICS_FOLDER_VARIABLE)
         if folder is None:
             return generate_latest(self.registry)
 
@@ -85,7 +84,9 @@ class Metrics:
         for path in Path(folder).glob("gauge_live*_*.db"):
             pid = int(path.stem.rpartition("_")[2])
             if not _is_running(pid):
-                mark_process_dead(pid, folder)
+                # Another worker may remove the same files.
+                with contextlib.suppress(FileNotFoundError):
+                    mark_process_dead(pid, folder)
 
         # This registry reads the files of all workers, not the values of this process.
         registry = CollectorRegistry()

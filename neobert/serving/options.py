@@ -13,6 +13,9 @@ from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOpti
 
 
 API_KEY_VARIABLE = "NEOBERT_API_KEY"
+# Directory in which the workers of a server share their metrics. prometheus_client reads the
+# variable when it is imported.
+METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # Maximum number of texts per request, as in the API of OpenAI, and of characters per text.
 MAX_TEXTS = 2048
 MAX_CHARACTERS = 100_000
