@@ -6,7 +6,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -718,7 +718,10 @@ def first_prompt_name(model: "SentenceTransformer", names: Sequence[str]) -> str
 def quantize_embeddings(
     embeddings: np.ndarray, precision: Precision, ranges: np.ndarray | None = None
 ) -> np.ndarray:
-    """Quantize embeddings as sentence-transformers 6 does, with any of its versions.
+    """Quantize embeddings as sentence-transformers 6 does.
+
+    Version 5 does not clip values outside of the ranges, which then change their sign, and cannot
+    pack the bits of a dimension that is not a multiple of 8.
 
     Args:
         embeddings: (N, D) float32.
@@ -727,40 +730,39 @@ def quantize_embeddings(
             those of the embeddings. Values outside of the ranges are clipped.
 
     Returns:
-        (N, D) array; (N, D / 8) for "binary" and "ubinary".
+        (N, D) array; (N, ceil(D / 8)) for "binary" and "ubinary".
 
     Raises:
-        UserError: If the ranges would be those of a single embedding.
+        UserError: If the precision is unknown, or the ranges would be those of a single embedding.
     """
-    # An empty array has no ranges, and the library cannot reshape it. The codes of one embedding
-    # have the dtype and the width of the result.
+    if precision not in get_args(Precision):
+        raise UserError(
+            f"`precision` must be one of {', '.join(get_args(Precision))}, got {precision!r}."
+        )
+    if precision == "float32":
+        return embeddings
+
+    # The sign of each value is one bit.
+    if precision in ("binary", "ubinary"):
+        bits = np.packbits(embeddings > 0, axis=1)
+        return (bits - 128).astype(np.int8) if precision == "binary" else bits
+
+    # An empty array has no ranges.
     if len(embeddings) == 0:
-        zeros = np.zeros((1, embeddings.shape[1]), np.float32)
-        return quantize_embeddings(zeros, precision, np.concatenate([zeros, zeros]))[:0]
+        return np.empty(embeddings.shape, precision)
+    if ranges is None:
+        if len(embeddings) < 2:
+            raise UserError(
+                f"the ranges of {precision} must come from at least 2 embeddings, got "
+                f"{len(embeddings)}. Encode several texts at once."
+            )
+        ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)])
 
-    # Version 5 does not clip: a value outside of the ranges wraps around, and changes its sign.
-    if precision in ("int8", "uint8"):
-        if ranges is None:
-            if len(embeddings) < 2:
-                raise UserError(
-                    f"the ranges of {precision} must come from at least 2 embeddings, got "
-                    f"{len(embeddings)}. Encode several texts at once."
-                )
-            ranges = np.stack([embeddings.min(axis=0), embeddings.max(axis=0)])
-
-        low, high = ranges.astype(np.float32)
-        steps = (high - low) / 255
-        steps = np.where(steps == 0, 1, steps)
-        codes = np.clip(np.floor((embeddings - low) / steps), 0, 255)
-        return (codes - 128).astype(np.int8) if precision == "int8" else codes.astype(np.uint8)
-
-    # Versions of sentence-transformers before 5.2 have the module at the top level.
-    try:
-        from sentence_transformers.util import quantization
-    except ImportError:
-        from sentence_transformers import quantization  # type: ignore[attr-defined,no-redef]
-
-    return np.asarray(quantization.quantize_embeddings(embeddings, precision, ranges))
+    low, high = ranges.astype(np.float32)
+    steps = (high - low) / 255
+    steps = np.where(steps == 0, 1, steps)
+    codes = np.clip(np.floor((embeddings - low) / steps), 0, 255)
+    return (codes - 128).astype(np.int8) if precision == "int8" else codes.astype(np.uint8)
 
 
 def _pooling(modules: Sequence[Any]) -> tuple[str, bool]:

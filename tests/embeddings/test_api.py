@@ -107,8 +107,8 @@ def test_int8_is_that_of_version_6_and_clips(precision):
             np.testing.assert_array_equal(actual, expected)
 
 
-def test_int8_does_not_use_the_library(monkeypatch):
-    """Version 5 does not clip, so its function is not called for int8."""
+def test_precisions_do_not_use_the_library(monkeypatch):
+    """Version 5 does not clip, and cannot pack 12 dimensions, so its function is not called."""
     quantization = pytest.importorskip("sentence_transformers.util.quantization")
     monkeypatch.setattr(quantization, "quantize_embeddings", None)
     embeddings = np.array([[-9.0], [0.0], [9.0]], np.float32)
@@ -116,6 +116,12 @@ def test_int8_does_not_use_the_library(monkeypatch):
     assert quantize_embeddings(embeddings, "int8", ranges).tolist() == [[-128], [-1], [127]]
     with pytest.raises(UserError, match="ranges of int8 must come from at least 2 embeddings"):
         quantize_embeddings(embeddings[:1], "int8")
+
+    signs = np.array([[1.0, -1.0] * 6, [-1.0, 1.0] * 6], np.float32)
+    assert quantize_embeddings(signs, "ubinary").tolist() == [[0xAA, 0xA0], [0x55, 0x50]]
+    assert quantize_embeddings(signs, "binary").tolist() == [[42, 32], [-43, -48]]
+    with pytest.raises(UserError, match="must be one of float32, int8, .* got 'int4'"):
+        quantize_embeddings(signs, "int4")
 
 
 def test_the_default_prompt_of_a_model_is_used(pair, monkeypatch):
