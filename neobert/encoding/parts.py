@@ -140,8 +140,12 @@ def encode_files(
                 texts = [row[corpus.text_column] for row in block.rows.values()]
                 yield block, *encoder.tokenize(texts)
 
-    # The blocks of a part follow one another. Their first two fields are the file and the part.
-    for (file, number), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
+    def part_of(item: tuple[Block, Windows, Truncation]) -> tuple[File, int]:
+        block, _, _ = item
+        return block.file, block.part
+
+    # The blocks of a part follow one another.
+    for (file, number), blocks in itertools.groupby(_ahead(tokenized()), part_of):
         truncation = Truncation()
         texts = 0
         with (
@@ -199,7 +203,7 @@ def _embed(
         (N, ceil(dimension / 8)) array contains the bits of eight dimensions.
 
     Raises:
-        UserError: If an embedding is not finite.
+        UserError: If an embedding is not finite, or too large for float16.
     """
     # The encoder reports finished windows, of which a text may have several, and the progress bar
     # counts texts. The number of finished texts is estimated from the fraction of finished windows.
@@ -213,16 +217,29 @@ def _embed(
         text_count = len(block.rows) * embedding_count // len(windows.tokens)
         progress(text_count - before)
 
+    def row_error(index: Any, message: str) -> UserError:
+        # The message names the row of the input, counted from 1.
+        row = list(block.rows)[windows.rows[index]] + 1
+        return UserError(f"{block.file.url}, row {row:,}: {message}")
+
     try:
         embeddings = encoder.embed(windows.tokens, advance)
     except NotFinite as error:
-        # The message names the row of the input, counted from 1.
-        row = list(block.rows)[windows.rows[error.index]] + 1
-        raise UserError(f"{block.file.url}, row {row:,}: {error}") from None
+        raise row_error(error.index, str(error)) from None
 
-    # The library has no float16. Ranges of the manifest are those of the whole output.
     if manifest.output_dtype == "float16":
-        return embeddings.astype(np.float16)
+        with np.errstate(over="ignore"):
+            stored = embeddings.astype(np.float16)
+        infinite = np.flatnonzero(np.isinf(stored).any(axis=1))
+        if len(infinite):
+            raise row_error(
+                infinite[0],
+                "the values of an embedding must be at most 65,504 in float16, got larger ones. "
+                "Use `--output-dtype float32` or `--normalize`, and another output.",
+            )
+        return stored
+
+    # Ranges of the manifest are those of the whole output.
     ranges = np.array(manifest.ranges, np.float32) if manifest.ranges else None
     precision: Any = manifest.output_dtype
     return quantize_embeddings(embeddings, precision, ranges)

@@ -728,6 +728,22 @@ def test_error_names_row_of_non_finite_embedding(tmp_path, model_folder):
     assert not list((tmp_path / "float16").glob("*.parquet"))
 
 
+def test_values_that_float16_cannot_store_are_refused(tmp_path, model_folder):
+    """A finite embedding whose values would become infinite in float16 is not written."""
+    model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
+    with torch.no_grad():
+        model.layer_norm.weight.mul_(1e6)
+    model.save_pretrained(tmp_path / "model")
+
+    (tmp_path / "a.txt").write_text("a cat\nthe dog\n")
+    arguments = (tmp_path / "a.txt", tmp_path / "float16", tmp_path / "model")
+    with pytest.raises(UserError, match="a.txt, row 1: .* must be at most 65,504 in float16"):
+        embed(*arguments, output_dtype="float16")
+    assert not list((tmp_path / "float16").glob("*.parquet"))
+    arguments = (tmp_path / "a.txt", tmp_path / "unit", tmp_path / "model")
+    embed(*arguments, output_dtype="float16", normalize=True)
+
+
 # ------------------------------------------------------------------------------------------------
 # shards
 
