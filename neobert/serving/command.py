@@ -179,9 +179,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     announcer = multiprocessing.get_context("spawn").Semaphore(1)
     application = WorkerApplication(options, f"http://{host}:{port}", listener, announcer)
 
-    config = uvicorn.Config(
+    config = server_config(options, application)
+    with listener:
+        if options.server.workers == 1:
+            return _run_worker(config, listener)
+        return _run_supervisor(config, listener)
+
+
+def server_config(options: ServeOptions, application: WorkerApplication) -> uvicorn.Config:
+    """Return the configuration of uvicorn."""
+    return uvicorn.Config(
         application,
         factory=True,
+        # httptools, which uvicorn prefers if it is installed, does not limit the size of headers.
+        http="h11",
         workers=options.server.workers,
         log_config=None,
         log_level="warning",
@@ -192,10 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Loading a large model can keep a worker from answering the supervisor.
         timeout_worker_healthcheck=60,
     )
-    with listener:
-        if options.server.workers == 1:
-            return _run_worker(config, listener)
-        return _run_supervisor(config, listener)
 
 
 def _run_worker(config: uvicorn.Config, listener: socket.socket) -> int:

@@ -26,7 +26,14 @@ from neobert.cli import main
 from neobert.common.errors import UserError
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.serving.app import create_app
-from neobert.serving.command import Supervisor, WorkerApplication, _bind, _listen, describe
+from neobert.serving.command import (
+    Supervisor,
+    WorkerApplication,
+    _bind,
+    _listen,
+    describe,
+    server_config,
+)
 from neobert.serving.options import OPTIONS
 
 
@@ -260,6 +267,15 @@ def test_another_server_on_the_address_ends_the_worker(monkeypatch, capsys):
             WorkerApplication(options, "http://127.0.0.1", listener, announcer=None)()
     assert caught.value.code == STARTUP_FAILURE
     assert "the address http://127.0.0.1 must be available" in capsys.readouterr().err
+
+
+def test_headers_are_limited_with_httptools():
+    """The server uses h11 if httptools is installed, too, which stores headers of any size."""
+    options = OPTIONS["serve"].read(["--model", str(ENCODER), "--timeout", "5"])
+    with _bind("127.0.0.1", 0) as listener:
+        application = WorkerApplication(options, "http://127.0.0.1", listener, announcer=None)
+        config = server_config(options, application)
+    assert config.http == "h11" and config.timeout_graceful_shutdown == 6
 
 
 def test_a_missing_model_is_refused(capsys, tmp_path):
