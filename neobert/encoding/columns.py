@@ -92,7 +92,7 @@ def copied_columns(
     # A type of None is still unknown. A column that is missing in the input is reported later, when
     # the rows are read.
     if is_typed:
-        input_types = {field.name: _VIEWS.get(str(field.type), field.type) for field in schema}
+        input_types = {field.name: without_views(field.type) for field in schema}
     else:
         untyped = [name for name, arrow_type in types.items() if arrow_type is None]
         input_types = inferred_types(files, untyped)
@@ -102,6 +102,18 @@ def copied_columns(
             for name, arrow_type in types.items()
         ]
     )
+
+
+def without_views(arrow_type: pyarrow.DataType) -> pyarrow.DataType:
+    """Return a type with the same values and without views, also in lists and structs."""
+    if pyarrow.types.is_list(arrow_type) or pyarrow.types.is_large_list(arrow_type):
+        item = arrow_type.value_field.with_type(without_views(arrow_type.value_type))
+        is_large = pyarrow.types.is_large_list(arrow_type)
+        return pyarrow.large_list(item) if is_large else pyarrow.list_(item)
+    if pyarrow.types.is_struct(arrow_type):
+        return pyarrow.struct([field.with_type(without_views(field.type)) for field in arrow_type])
+    # Older versions of pyarrow have no function that recognizes a view.
+    return _VIEWS.get(str(arrow_type), arrow_type)
 
 
 def column_array(

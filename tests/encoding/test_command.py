@@ -258,6 +258,12 @@ def test_string_views_are_copied(model_folder, encoder, tmp_path):
     columns = {
         "id": pyarrow.array(["x", None], pyarrow.string_view()),
         "bytes": pyarrow.array([b"\xff", None], pyarrow.binary_view()),
+        "list": pyarrow.array([["x", None], []], pyarrow.list_(pyarrow.string_view())),
+        "large_list": pyarrow.array([["x"], None], pyarrow.large_list(pyarrow.string_view())),
+        "struct": pyarrow.array(
+            [{"a": ["x"], "b": 1}, None],
+            pyarrow.struct([("a", pyarrow.list_(pyarrow.string_view())), ("b", pyarrow.int8())]),
+        ),
     }
     pyarrow.parquet.write_table(
         pyarrow.table({"text": ["a", "b"], **columns}), tmp_path / "a.parquet"
