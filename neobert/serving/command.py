@@ -147,9 +147,11 @@ def describe(app: FastAPI, options: ServeOptions, address: str) -> str:
         f"model {encoder.name}",
         f"{state.dtype} on {state.device}",
         f"{encoder.dimensions} dimensions",
-        f"up to {encoder.max_length} tokens per text",
     ]
 
+    # T5 and similar models have no limit.
+    if encoder.max_length is not None:
+        parts.append(f"up to {encoder.max_length} tokens per text")
     if options.models.reranker is not None:
         parts.append(f"reranker {state.reranker.name}")
     if options.models.classifier is not None:

@@ -24,7 +24,8 @@ def _as_list(value: Any) -> list[Any]:
     return [value] if is_one_text else value
 
 
-def _type(item: Any) -> str | None:
+def _input_tag(item: Any) -> str | None:
+    """Return the tag of an item of `input`, "text" or "tokens"."""
     # Without a tag, pydantic reports `_INPUT_RULE` instead of the errors of both types.
     if isinstance(item, str):
         return "text"
@@ -43,7 +44,7 @@ Items = Annotated[list[ItemT], Field(min_length=1, max_length=MAX_TEXTS, fail_fa
 InputItem = Annotated[
     Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS), Tag("text")]
     | Annotated[TokenIds, Tag("tokens")],
-    Discriminator(_type, custom_error_type="input", custom_error_message=_INPUT_RULE),
+    Discriminator(_input_tag, custom_error_type="input", custom_error_message=_INPUT_RULE),
 ]
 # A text, texts, token ids, or lists of token ids.
 Input = Annotated[Items[InputItem], BeforeValidator(_as_list)]

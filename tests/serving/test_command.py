@@ -77,10 +77,14 @@ def test_startup_message(reranker, classifier):
     """Check the message that the server logs at its start."""
     arguments = ["--model", str(ENCODER), "--reranker", reranker, "--classifier", classifier]
     options = OPTIONS["serve"].read([*arguments, "--dtype", "int8", "--device", "cpu"])
-    assert describe(create_app(options), options, "http://127.0.0.1:8000") == (
+    app = create_app(options)
+    assert describe(app, options, "http://127.0.0.1:8000") == (
         "Serving model sentence-encoder, int8 on cpu, 384 dimensions, up to 256 tokens per text, "
         "reranker reranker, classifier topics at http://127.0.0.1:8000"
     )
+
+    app.state.serving.encoder.max_length = None
+    assert "384 dimensions, reranker reranker" in describe(app, options, "http://127.0.0.1:8000")
 
 
 @pytest.mark.slow
