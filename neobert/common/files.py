@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from .errors import UserError, one_line
@@ -77,6 +78,20 @@ def read_json(path: str | Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({one_line(error)}).") from None
+
+
+def difference_from_type(content: Any, content_type: Any) -> str | None:
+    """Return how the content of a JSON file differs from a type, or None if it does not.
+
+    Args:
+        content: Content of the file.
+        content_type: Type hint, such as a `TypedDict`. Other keys of the content are allowed.
+    """
+    try:
+        msgspec.convert(content, content_type)
+    except msgspec.ValidationError as error:
+        return one_line(error)
+    return None
 
 
 def json_text(data: Any) -> str:

@@ -2,7 +2,8 @@
 
 from typing import TypedDict
 
-from .files import read_json
+from .errors import UserError
+from .files import difference_from_type, read_json
 from .loading import model_file
 
 
@@ -41,6 +42,17 @@ def read_task_file(model: str) -> TaskContent | None:
 
     Args:
         model: Directory or Hub name of the model.
+
+    Raises:
+        UserError: If the file is damaged.
     """
     path = model_file(model, TASK_FILE)
-    return None if path is None else read_json(path)
+    if path is None:
+        return None
+    content = read_json(path)
+    if difference := difference_from_type(content, TaskContent):
+        raise UserError(
+            f"{path} does not describe the task of a model of `neobert finetune` ({difference}). "
+            "Restore the file, or remove it to use config.json alone."
+        )
+    return content

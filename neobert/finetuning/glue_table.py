@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import pandas
+from msgspec import Meta
 
 from ..common.environment import environment
-from ..common.files import read_json
-from ..common.output import is_record_of
+from ..common.errors import UserError
+from ..common.files import difference_from_type, read_json
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import write_result
 from ..common.tables import markdown_table
@@ -31,13 +32,63 @@ BASELINE_NOTE = (
 )
 
 
+class _Settings(TypedDict):
+    seed: int
+    learning_rate: float
+    revision: str | None
+    rows: str | None
+
+
+class _Score(TypedDict):
+    score: float
+
+
+class _Baseline(TypedDict):
+    name: str
+    value: float
+    standard_error: float
+
+
+class _Result(TypedDict):
+    """Keys of result.json that this command reads."""
+
+    settings: _Settings
+    name: str
+    row: str
+    task: Annotated[str, Meta(pattern=f"^({'|'.join(TASKS)})$")]
+    score: float
+    selected: _Score
+    last: _Score
+    best_of_all_evaluations: float
+
+
+class _ResultWithBaselines(_Result):
+    """Keys of result.json with baselines, which earlier versions did not write."""
+
+    standard_error: float
+    predicted_classes: int | None
+    baselines: list[_Baseline]
+
+
 def finished_runs(output: str | Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the directory and the result of every finished run under `output`."""
+    """Return the directory and the result of every finished run under `output`.
+
+    Raises:
+        UserError: If the result of a run is damaged.
+    """
     runs = []
     for path in sorted(Path(output).glob("*/*/*/result.json")):
         result = read_json(path)
-        if is_record_of("glue", result):
-            runs.append((path.parent, result))
+        # Files of other programs are ignored.
+        if not isinstance(result, dict) or result.get("neobert") != "glue":
+            continue
+        expected = _ResultWithBaselines if "baselines" in result else _Result
+        if difference := difference_from_type(result, expected):
+            raise UserError(
+                f"{path} is not the result of a run of `neobert glue` ({difference}). Restore the "
+                f"file, or remove {path.parent} to repeat the run."
+            )
+        runs.append((path.parent, result))
     return runs
 
 

@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +39,7 @@ from transformers import (
 
 from ..common.constants import WAIT_SECONDS
 from ..common.errors import Stopped, UserError, listed, one_line
+from ..common.files import difference_from_type
 from ..common.output import Output
 
 
@@ -138,6 +139,17 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
 
 
+class _StateContent(TypedDict):
+    """Keys of trainer_state.json without which Trainer cannot resume."""
+
+    global_step: int
+    max_steps: int
+    train_batch_size: int
+    best_metric: float | None
+    log_history: list[dict[str, Any]]
+    stateful_callbacks: dict[str, Any]
+
+
 def checkpoint_folder(args: TrainingArguments) -> Path:
     """Return the directory that a Trainer writes its checkpoints to."""
     if args.output_dir is None:
@@ -165,9 +177,12 @@ def check_checkpoint(checkpoint: Path) -> None:
     # The state of Trainer, and the read positions of a stream.
     for path in {checkpoint / _STATE, *checkpoint.glob("*.json")}:
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path.name}: {one_line(error, 80)}") from None
+        difference = difference_from_type(content, _StateContent) if path.name == _STATE else None
+        if difference:
+            raise ValueError(f"{path.name}: {difference}")
     for path in checkpoint.rglob("*.safetensors"):
         try:
             # The header contains the size of the file, which is compared when the file is opened.
@@ -198,6 +213,20 @@ def _has_state(checkpoint: Path) -> bool:
     return True
 
 
+def _damage(checkpoint: Path) -> str | None:
+    """Return why a checkpoint is not readable, or None if it is readable.
+
+    Raises:
+        OSError: If the checkpoint cannot be read now.
+    """
+    try:
+        check_checkpoint(checkpoint)
+    # Other errors of the system, such as those of a network file system, may not occur again.
+    except (FileNotFoundError, ValueError) as error:
+        return one_line(error, 120)
+    return None
+
+
 def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
     """Return the newest readable checkpoint and its step, or None.
 
@@ -210,14 +239,11 @@ def newest_checkpoint(folder: Path | str) -> tuple[int, Path] | None:
     damaged = []
     newest: tuple[int, Path] | None = None
     for step, path in reversed(checkpoints(folder).items()):
-        try:
-            check_checkpoint(path)
-        # Other errors of the system, such as those of a network file system, may not occur again.
-        except (FileNotFoundError, ValueError) as error:
-            damaged.append(f"{path.name} ({one_line(error, 80)})")
-        else:
+        damage = _damage(path)
+        if damage is None:
             newest = (step, path)
             break
+        damaged.append(f"{path.name} ({damage})")
 
     if damaged:
         logger.warning(
@@ -241,11 +267,12 @@ def _step_to_resume(folder: Path | str) -> int | None:
     step = newest[0] if newest else None
     # Without a readable checkpoint all of them would be removed. Only those that a killed process
     # has left behind may be.
-    complete = [path.name for path in checkpoints(folder).values() if _has_state(path)]
+    complete = [path for path in checkpoints(folder).values() if _has_state(path)]
     if newest is None and complete:
+        damaged = listed(f"{path.name} ({_damage(path)})" for path in complete)
         raise UserError(
-            f"at least one checkpoint of {folder} must be readable, got {listed(complete)}. "
-            "Restore their files, or remove the checkpoints to start from the beginning."
+            f"at least one checkpoint of {folder} must be readable, got {damaged}. Restore their "
+            "files, or remove the checkpoints to start from the beginning."
         )
     for later, path in checkpoints(folder).items():
         if step is None or later > step:

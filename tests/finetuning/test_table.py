@@ -37,7 +37,7 @@ def fake_result(folder, task, seed, score, name="mine", selected=None, row=None,
         row: Row of the table, by default the name of the model.
         **settings: Settings of the run.
     """
-    values = {"seed": seed, "learning_rate": 1e-5, **settings}
+    values = {"seed": seed, "learning_rate": 1e-5, "revision": "a", "rows": "b", **settings}
     result = {"neobert": "glue", "task": task, "name": name, "row": row or name}
     result |= {"settings": values, "score": score}
     result |= {"last": {"score": score - 0.01}, "best_of_all_evaluations": score + 0.01}
@@ -149,6 +149,46 @@ def test_starts_from_mnli_run_with_best_selection_score(tmp_path):
     fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
     best = tmp_path / "mine" / "mnli" / "2-1e-05"
     assert glue.choose_start(options, TASKS["rte"]) == (best.name, str(best / "best"))
+
+
+def change_results(folder, change):
+    """Change the results of all runs below a directory as if a user had edited the files."""
+    for path in folder.rglob("result.json"):
+        result = json.loads(path.read_text())
+        change(result)
+        write_json(path, result)
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (lambda result: result.pop("settings"), "missing required field `settings`"),
+        (
+            lambda result: result["settings"].pop("revision"),
+            r"missing required field `revision` - at `\$.settings`",
+        ),
+        (lambda result: result.update(selected=1), r"Expected `object`, got `int` - at `"),
+        (lambda result: result.update(score="x"), r"Expected `float`, got `str` - at `\$.score`"),
+        (lambda result: result.update(task="x"), r"Expected `str` matching .* - at `\$.task`"),
+        (lambda result: result.update(baselines=[]), "missing required field `.*`"),
+    ],
+    ids=["settings", "revision", "selected", "score", "task", "baselines"],
+)
+def test_result_that_was_edited_by_hand(world, tmp_path, change, difference):
+    """A damaged result.json stops the command before a run, with the file and the remedy."""
+    folder = fake_result(tmp_path, "sst2", 1, 0.8)
+    change_results(tmp_path, change)
+    message = (
+        f"^{folder}/result.json is not the result of a run of `neobert glue` .*{difference}.*\\. "
+        f"Restore the file, or remove {folder} to repeat the run\\.$"
+    )
+    with pytest.raises(UserError, match=message):
+        run(world, tmp_path)
+    assert not list(tmp_path.rglob("run.json"))
+
+    # A file of another program is no result.
+    change_results(tmp_path, lambda result: result.pop("neobert"))
+    assert glue_table.finished_runs(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -163,6 +163,16 @@ def test_task_json_of_a_hub_model_is_read(tmp_path, model, monkeypatch):
     assert predictions == expected
 
 
+def test_damaged_task_json_is_refused(tmp_path):
+    """A task.json that was edited by hand is reported with its path and the remedy."""
+    folder = write_classifier(tmp_path / "model")
+    write_task(folder, max_length="64")
+    message = r"task.json does not .* \(Expected `int`, got `str` - at .*\). Restore the"
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, rows_of(TEXTS), folder)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_hub_model_without_task_json(tmp_path, monkeypatch):
     """Offline, a classifier in the cache without a task.json has the labels of its config.json."""
     folder = write_classifier(tmp_path / "model")

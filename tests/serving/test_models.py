@@ -184,11 +184,18 @@ def test_cpu_forward_is_not_used_with_hooks(classifier):
     assert CpuClassifier.for_model(model.model) is None
 
 
+def write_task(folder):
+    """Write a task.json with the temperature 2.5 and the maximum length 16."""
+    record = {"task": "classification", "text_columns": ["text"], "labels": ["a", "b", "c"]}
+    record |= {"bio": False, "max_length": 16, "temperature": 2.5, "version": "0"}
+    (folder / "task.json").write_text(json.dumps(record))
+
+
 def test_temperature_and_max_length_of_task_json(tmp_path):
     """The server applies the temperature and the maximum length of task.json."""
     folder = tmp_path / "topics"
     save_classifier(folder, 3)
-    (folder / "task.json").write_text('{"temperature": 2.5, "max_length": 16}')
+    write_task(folder)
     with serving("--classifier", str(folder)) as client:
         raw = client.post("/predict", json={"inputs": "an eagle", "raw_scores": True}).json()
         rows = client.post("/predict", json={"inputs": "an eagle"}).json()
@@ -203,7 +210,7 @@ def test_temperature_and_max_length_of_task_json(tmp_path):
 def test_task_json_of_a_hub_model_is_read(tmp_path, monkeypatch):
     """A classifier on the Hub has the temperature and the maximum length of its task.json."""
     save_classifier(tmp_path / "topics", 3)
-    (tmp_path / "topics" / "task.json").write_text('{"temperature": 2.5, "max_length": 16}')
+    write_task(tmp_path / "topics")
     add_to_cache(monkeypatch, tmp_path / "hub", tmp_path / "topics", "user/topics")
     model = load("user/topics", "classifier")
     assert (model.name, model.temperature, model.max_length) == ("user/topics", 2.5, 16)

@@ -5,6 +5,7 @@ SIGTERM, the removal of old checkpoints, runs that diverge, and two processes.
 """
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -128,6 +129,31 @@ def test_damaged_position_of_a_stream_is_found(whole, tmp_path, content):
         checkpoints.check_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (lambda state: [], "Expected `object`, got `array`"),
+        (lambda state: {}, "Object missing required field `.*`"),
+        (
+            lambda state: {**state, "global_step": "4"},
+            r"Expected `int`, got `str` - at `\$.global_step`",
+        ),
+    ],
+    ids=["list", "empty", "text"],
+)
+def test_state_without_the_keys_of_trainer_is_damaged(whole, tmp_path, change, difference):
+    """A trainer_state.json that Trainer cannot resume from is reported, and nothing is removed."""
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(whole[0] / "checkpoint-4", checkpoint)
+    state = checkpoint / "trainer_state.json"
+    state.write_text(json.dumps(change(json.loads(state.read_text()))))
+
+    message = rf"must be readable, got checkpoint-4 \(trainer_state.json: {difference}\)"
+    with pytest.raises(UserError, match=message):
+        checkpoints.train(trainer(tmp_path))
+    assert checkpoint.is_dir()
+
+
 def test_checkpoint_is_kept_after_a_transient_error(whole, tmp_path, monkeypatch):
     """An error of a network file system stops the run, and removes no checkpoint."""
     folder = tmp_path / "out"
@@ -162,7 +188,8 @@ def test_complete_but_unreadable_checkpoints_are_not_removed(whole, tmp_path):
     steps = list(checkpoints.checkpoints(folder))
     for path in folder.glob("checkpoint-*/optimizer.pt"):
         path.unlink()
-    message = "must be readable, got checkpoint-2, checkpoint-4, .* Restore their files, or remove"
+    damage = r"\(the state of the optimizer is missing\)"
+    message = f"must be readable, got checkpoint-2 {damage}, .* Restore their files, or remove"
     with pytest.raises(UserError, match=message):
         checkpoints.train(trainer(folder))
     assert list(checkpoints.checkpoints(folder)) == steps
