@@ -1,5 +1,6 @@
 """Test the wheel `neobert-sentence-encoder`: its files, and its functions `encode` and `load`."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -110,6 +111,23 @@ def wheel(bare_python, tmp_path_factory):
     subprocess.run([sys.executable, script, "--output", output], check=True)
     (path,) = output.glob("*.whl")
     return path
+
+
+def test_texts_that_cannot_be_encoded_are_refused(monkeypatch):
+    """`encode` names the first text that is no string, or contains a lone surrogate.
+
+    The texts are checked before the model is loaded, which only the wheel contains.
+    """
+    monkeypatch.syspath_prepend(PACKAGE)
+    encode = importlib.import_module("neobert_sentence_encoder").encode
+    message = "`sentences` must be valid Unicode, got a lone surrogate in text 1. Replace it with"
+    with pytest.raises(ValueError, match=message) as caught:
+        encode(["an eagle", "an \ud800 eagle", "\ud800"])
+    assert not isinstance(caught.value, UnicodeError)
+    with pytest.raises(ValueError, match="got a lone surrogate in text 0"):
+        encode("\udfff")
+    with pytest.raises(TypeError, match="must contain strings, got NoneType as text 1"):
+        encode(["an eagle", None])
 
 
 @pytest.mark.slow

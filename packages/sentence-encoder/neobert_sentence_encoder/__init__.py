@@ -48,7 +48,7 @@ def encode(
 
     Raises:
         TypeError: If `sentences` is neither a text nor a sequence of texts.
-        ValueError: If `batch_size` is less than 1.
+        ValueError: If a text contains a lone surrogate, or `batch_size` is less than 1.
     """
     if isinstance(sentences, str):
         return encode([sentences], batch_size, normalize)[0]
@@ -58,9 +58,19 @@ def encode(
         )
 
     texts = list(sentences)
-    for text in texts:
+    for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TypeError(f"`sentences` must contain strings, got {type(text).__name__}.")
+            raise TypeError(
+                f"`sentences` must contain strings, got {type(text).__name__} as text {index}."
+            )
+        # The tokenizer refuses such a text with a message that does not name the reason.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"`sentences` must be valid Unicode, got a lone surrogate in text {index}. Replace "
+                'it with `text.encode(errors="replace").decode()`.'
+            ) from error
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
 
