@@ -18,6 +18,7 @@ embeddings of the best texts.
 """
 
 import argparse
+import re
 import time
 from pathlib import Path
 
@@ -223,6 +224,24 @@ def to_bits(embeddings: np.ndarray) -> np.ndarray:
     return quantize_embeddings(embeddings, "ubinary")
 
 
+def check_condition(table: Table, condition: str) -> None:
+    """Check that a condition is valid SQL on the columns of the store, without running it.
+
+    Raises:
+        UserError: If the condition has a syntax error, an unknown column or a wrong type.
+    """
+    try:
+        table.search().where(condition).explain_plan()
+    except (ValueError, RuntimeError) as error:
+        # The messages of LanceDB end with a position in its source code.
+        reason = re.sub(r",? /\S+\.rs:\d+:\d+", "", " ".join(str(error).split()))
+        reason = reason.removeprefix("Invalid input, ").rstrip(".")
+        raise UserError(
+            f"`--where` must be a condition on the columns of the store, got {condition!r} "
+            f"({reason}). Write it as in SQL, with texts in single quotes: kind = 'noun'."
+        ) from error
+
+
 def top_rows(search: LanceQueryBuilder, where: str | None, count: int) -> pandas.DataFrame:
     """Return the `count` best rows of a search, with `id` as the index."""
     if where:
@@ -352,6 +371,10 @@ def main() -> None:
         parser.error("delete requires --where.")
     if args.command != "add" and table is None:
         parser.error(f"`--store` must contain texts, got {args.store}. Add a file first.")
+
+    # The condition is checked before the model is loaded.
+    if args.where and table is not None:
+        check_condition(table, args.where)
 
     # Embeddings of different models cannot be compared, so the store records its model.
     store_model = table.schema.metadata[b"model"].decode() if table is not None else None

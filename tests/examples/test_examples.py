@@ -617,6 +617,33 @@ def test_search_compares_ids_with_an_integer_store(search_module, tmp_path):
         search_module.read_rows(str(path), "model", integer)
 
 
+@pytest.mark.parametrize(
+    "condition, reason",
+    [
+        ("year = 'late'", "could not convert to literal of type 'Int64'"),
+        ("year =", "sql parser error"),
+        ("yaer = 1999", "No field named yaer. Valid fields are .*year"),
+        ('text = "a"', "No field named a. "),
+        ("year", "does not return a boolean"),
+        ("'", "Unterminated string literal"),
+    ],
+)
+def test_search_names_the_condition_that_is_wrong(run_search, tmp_path, condition, reason):
+    """An invalid `--where` is an error with the condition and the reason of the library."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1, "text": "a", "year": 1999}\n')
+    run_search("add", path)
+    message = (
+        rf"`--where` must be a condition .*, got {re.escape(repr(condition))} \(.*{reason}.*\)\. "
+        r"Write it as in SQL, with texts in single quotes: kind = 'noun'\.$"
+    )
+    for words in (["delete"], ["find", "a"], ["find", "a", "--by", "words"]):
+        with pytest.raises(UserError, match=message) as caught:
+            run_search(*words, "--where", condition)
+        assert ".rs:" not in str(caught.value) and "\n" not in str(caught.value)
+    assert "1 rows deleted" in run_search("delete", "--where", "year = 1999")
+
+
 @pytest.mark.slow
 def test_search(search, tmp_path):
     """Add, search, filter, replace and delete rows; the first two commands are separate processes.
