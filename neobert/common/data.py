@@ -31,6 +31,8 @@ from .errors import UserError, listed, one_line, shortened
 
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+# Formats in which each row has its own columns.
+JSON_FORMATS = (".jsonl", ".ndjson", ".json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # JSON files that the method `save_to_disk` of `datasets` writes beside Arrow files, one of them for
 # every dataset. They contain no rows.

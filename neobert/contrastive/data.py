@@ -21,19 +21,11 @@ from sentence_transformers.base.sampler import (
     NoDuplicatesBatchSampler,
 )
 
-from ..common.data import (
-    file_format,
-    files,
-    hash_fraction,
-    numbered_rows,
-    replace_surrogates,
-    rows,
-    schema,
-)
+from ..common.data import file_format, hash_fraction, replace_surrogates, rows
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
-from ..evaluation.retrieval import is_negative_column
+from ..evaluation.retrieval import is_text, negative_columns
 
 
 if TYPE_CHECKING:
@@ -48,8 +40,6 @@ MIN_VALIDATION_QUERIES = 20
 MAX_VALIDATION_QUERIES = 500
 # Data with fewer queries is not split.
 MIN_QUERIES_TO_SPLIT = 200
-# Formats in which each row has its own columns.
-_JSON_FORMATS = (".jsonl", ".ndjson", ".json")
 # Column of the cached rows with the reason why a row is left out.
 SKIP_REASON = "skip_reason"
 
@@ -148,7 +138,7 @@ def lookup(value: Any, path: str) -> Any:
 def reason_to_skip(row: Mapping[str, Any], source: PairSource, negative_count: int) -> str | None:
     """Return why a row is left out, or None for a row that is used."""
     for name, path in (("anchor", source.anchor), ("positive", source.positive)):
-        if not _is_text(lookup(row, path)):
+        if not is_text(lookup(row, path)):
             return f"without {name}"
     if negative_count and not _negatives(row, source):
         return "without negative"
@@ -181,28 +171,15 @@ def _negatives(row: Mapping[str, Any], source: PairSource) -> list[str]:
     texts: list[str] = []
     for path in source.negatives:
         value = lookup(row, path)
-        texts += filter(_is_text, value if isinstance(value, list) else [value])
+        texts += filter(is_text, value if isinstance(value, list) else [value])
     return texts[: source.max_negatives]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.strip() != ""
 
 
 def with_negatives(source: PairSource) -> PairSource:
     """Return the dataset with the negative columns of its local file, unless it names some."""
     if not source.is_local or source.negatives:
         return source
-    # A dictionary removes duplicates, and keeps the order of the columns.
-    columns: dict[str, None] = {}
-    for file in files(source.path):
-        # In .jsonl each row has its own columns.
-        if file.format in _JSON_FORMATS:
-            for _, row in numbered_rows(file):
-                columns |= dict.fromkeys(row)
-        else:
-            columns |= dict.fromkeys(schema(file).names)
-    return replace(source, negatives=[name for name in columns if is_negative_column(name)])
+    return replace(source, negatives=negative_columns(source.path))
 
 
 def load_source(source: PairSource) -> "Dataset":

@@ -3,8 +3,10 @@
 All texts of the file are ranked for every query.
 """
 
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..common.data import replace_surrogates, rows
+from ..common.data import JSON_FORMATS, files, numbered_rows, replace_surrogates, rows, schema
 from ..common.errors import UserError
 from ..common.loading import choose_device
 from ..common.options import log_options
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 
+logger = logging.getLogger("neobert.evaluation")
+
 METRICS = ("recall@1", "recall@10", "mrr@10")
+PAIR_COLUMNS = ("anchor", "positive")
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_queries(path: str) -> Queries:
-    """Read the queries of a file of pairs.
+    """Read the queries of a file of pairs. Rows without both texts are left out, as in training.
 
     Raises:
         UserError: If the file cannot be read or has no usable row.
     """
-    queries = queries_from_rows(rows(path, text_columns=["anchor", "positive"]))
-    if not queries.relevant:
+    pairs = []
+    total = 0
+    missing: Counter[str] = Counter()
+    for row in rows(path, PAIR_COLUMNS, optional_columns=negative_columns(path)):
+        total += 1
+        absent = next((name for name in PAIR_COLUMNS if not is_text(row[name])), None)
+        if absent is None:
+            pairs.append(row)
+        else:
+            missing[absent] += 1
+
+    if not pairs:
         raise UserError(
             f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."
         )
-    return queries
+    if missing:
+        summary = ", ".join(f"{count:,} without {name}" for name, count in missing.items())
+        left_out = f"{missing.total():,} of {total:,}"
+        logger.warning("%s: %s rows are left out: %s.", path, left_out, summary)
+    return queries_from_rows(pairs)
 
 
 def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
@@ -75,24 +94,40 @@ def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
     relevant: dict[str, set[str]] = {}
     texts: dict[str, None] = {}
     for row in pairs:
-        # Rows without both texts are not used in training either.
-        if not row["anchor"].strip() or not row["positive"].strip():
-            continue
-        relevant.setdefault(row["anchor"], set()).add(row["positive"])
+        query, positive = (replace_surrogates(row[name]) for name in PAIR_COLUMNS)
+        relevant.setdefault(query, set()).add(positive)
         # A dictionary removes duplicates, and keeps the order of the texts.
-        texts[row["positive"]] = None
+        texts[positive] = None
         for name, value in row.items():
             if is_negative_column(name):
                 values = value if isinstance(value, list) else [value]
                 # Negatives may be missing or blank.
-                negatives = [text for text in values if isinstance(text, str) and text.strip()]
-                texts |= dict.fromkeys(map(replace_surrogates, negatives))
+                texts |= dict.fromkeys(map(replace_surrogates, filter(is_text, values)))
     return Queries(relevant, list(texts))
+
+
+def negative_columns(path: str) -> list[str]:
+    """Return the columns of a local file that contain negatives."""
+    # A dictionary removes duplicates, and keeps the order of the columns.
+    columns: dict[str, None] = {}
+    for file in files(path):
+        # In .jsonl each row has its own columns.
+        if file.format in JSON_FORMATS:
+            for _, row in numbered_rows(file):
+                columns |= dict.fromkeys(row)
+        else:
+            columns |= dict.fromkeys(schema(file).names)
+    return [name for name in columns if is_negative_column(name)]
 
 
 def is_negative_column(name: str) -> bool:
     """Return whether a column contains negatives: negative, negative_1, negative_2, ..."""
     return re.fullmatch(r"negative(_\d+)?", name) is not None
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank."""
+    return isinstance(value, str) and value.strip() != ""
 
 
 def evaluate_retrieval(model: "SentenceTransformer", queries: Queries) -> dict[str, float]:

@@ -35,6 +35,7 @@ from neobert.common.model_card import base_model_metadata
 from neobert.common.sentence_transformers_files import save_for_all_versions
 from neobert.contrastive import command as contrastive
 from neobert.contrastive.command import build_loss, main
+from neobert.contrastive.data import PairSource, load_source
 from neobert.contrastive.options import OPTIONS, LossOptions, read_sources
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 from neobert.evaluation import retrieval
@@ -274,6 +275,28 @@ def test_retrieval_texts_include_negatives(tmp_path):
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
     queries = retrieval.read_queries(str(path))
     assert queries.relevant == {"a": {"p", "q"}} and sorted(queries.texts) == ["n", "p", "q"]
+
+
+def test_retrieval_leaves_out_the_rows_that_training_leaves_out(tmp_path, caplog):
+    """Rows without both texts are left out with a warning. A missing column is an error."""
+    texts = [("a", "p"), ("b", None), ("c", " "), ("d", 5), (None, "q")]
+    rows = [{"anchor": anchor, "positive": positive} for anchor, positive in texts]
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    queries = retrieval.read_queries(str(path))
+    assert queries.relevant == {"a": {"p"}} and queries.texts == ["p"]
+    reasons = "4 of 5 rows are left out: 3 without positive, 1 without anchor."
+    assert caplog.messages == [f"{path}: {reasons}"]
+
+    caplog.clear()
+    assert load_source(PairSource(name="pairs", path=str(path)))["anchor"][:] == ["a"]
+    assert caplog.messages == [f"pairs: {reasons}"]
+
+    write_jsonl(path, [*rows, {"anchor": "e"}])
+    with pytest.raises(UserError, match="pairs.jsonl, row 6: there is no column 'positive'"):
+        retrieval.read_queries(str(path))
+    write_jsonl(path, rows[1:])
+    with pytest.raises(UserError, match="has no row with an anchor and a positive"):
+        retrieval.read_queries(str(path))
 
 
 def test_model_card_has_instruction_and_inherited_license(model_folder, tmp_path):
