@@ -225,6 +225,7 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
     fields = {
         name: value for name, value in fields.items() if value is not None and name not in ignored
     }
+    _check_embedding_size(tensors, fields)
     added = {name: value for name, value in derived.items() if _aliases(name).isdisjoint(fields)}
     if "num_attention_heads" not in {*fields, *added}:
         raise UserError(
@@ -257,6 +258,28 @@ def build_config(tensors: Tensors, fields: Fields, head: Head) -> tuple[NeoBERTC
         values = ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
         notes.append(f"not visible in the tensors, so the default: {values}")
     return config, notes
+
+
+def _check_embedding_size(tensors: Tensors, fields: Fields) -> None:
+    """Check that the sizes of a configuration file are those of the token embedding.
+
+    Other fields are derived from the shapes, so a wrong size would be reported as their error.
+
+    Raises:
+        UserError: If a size differs. The message names the field, the tensor and both shapes.
+    """
+    name = "model.encoder.weight"
+    shape = tuple(tensors[name].shape)
+    for index, field in enumerate(("vocab_size", "hidden_size")):
+        value = fields.get(field, shape[index])
+        # NeoBERTConfig refuses values that are not positive integers.
+        if not isinstance(value, int) or value < 1 or value == shape[index]:
+            continue
+        expected = tuple(value if i == index else size for i, size in enumerate(shape))
+        raise UserError(
+            f"`{field}` in the configuration must be {shape[index]}, got {value}: {name} has the "
+            f"shape {shape} instead of {expected}. Correct or remove the field."
+        )
 
 
 def _aliases(field: str) -> set[str]:

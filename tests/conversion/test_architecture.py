@@ -225,13 +225,27 @@ def unchanged(state):
         (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"{WO} contains values that are NaN"),
         (put(WO, place=0, value=-1e5), {}, ["--dtype", "float16"], "beyond the range of float16"),
         (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "wrong shape"),
-        (unchanged, {"hidden_size": 128}, [], r"is \(200, 64\) instead of \(200, 128"),
+        (
+            unchanged,
+            {"hidden_size": 128},
+            [],
+            r"`hidden_size` in the configuration must be 64, got 128: model.encoder.weight has the "
+            r"shape \(200, 64\) instead of \(200, 128\). Correct or remove the field.",
+        ),
+        # Without the field, the number of heads is derived from the shapes, and does not fit.
+        (
+            unchanged,
+            {"hidden_size": 100, "num_attention_heads": None},
+            [],
+            r"`hidden_size` in the configuration must be 64, got 100: model.encoder.weight has",
+        ),
+        (unchanged, {"vocab_size": 99}, [], r"`vocab_size` .* must be 200, got 99: .* \(99, 64\)"),
         (unchanged, {"num_hidden_layers": 2}, [], "unexpected .*: model.transformer_encoder.2"),
-        (unchanged, {"vocab_size": 10**15}, [], "wrong shape"),
+        (unchanged, {"vocab_size": 10**15}, [], "must be 200, got 1000000000000000"),
         (unchanged, {"tie_word_embeddings": True}, [], "decoder.weight and .* differ"),
         (unchanged, {}, ["--head", "sequence-classification"], "missing tensors: dense.weight"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_inconsistent_checkpoints_are_rejected(
     tmp_path, model, tiny_config, change, fields, options, message
