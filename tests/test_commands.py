@@ -47,6 +47,22 @@ def test_unknown_option_is_reported_before_any_work(command, capsys, tmp_path, m
         ("pretrain", "--heldout", "Did you mean --validation?"),
         ("pretrain", "--measure", "Did you mean --evaluate-only?"),
         ("encode", "--output_dir", "Did you mean --output?"),
+        ("finetune", "--output-file", "Did you mean --output?"),
+        ("finetune", "--column", "Did you mean --text-column?"),
+        ("predict", "--column", "Did you mean --text-column?"),
+        ("encode", "--column", "Did you mean --text-column?"),
+        ("pretrain", "--text-column", "Did you mean --column?"),
+        ("tokenizer", "--text-column", "Did you mean --column?"),
+        ("pseudo-perplexity", "--text-column", "Did you mean --column?"),
+        ("finetune", "--validation", "Did you mean --validation-file?"),
+        ("contrastive", "--validation", "Did you mean --validation-file?"),
+        ("distill", "--validation", "Did you mean --validation-file?"),
+        ("finetune", "--dataset", "Did you mean --train?"),
+        ("distill", "--data", "Did you mean --texts?"),
+        ("finetune", "--label", "Did you mean --label-column?"),
+        ("pretrain", "--model-name", "Did you mean --init-from?"),
+        # Trainer's options that the command sets are not suggested.
+        ("glue", "--outputs-dir", "Did you mean --output?"),
     ],
 )
 def test_suggestions_for_options_of_other_libraries(command, option, hint, capsys):

@@ -290,7 +290,10 @@ class OptionParser(Generic[OptionsT]):
             raise UserError(f"{error}.") from None
         if unknown:
             name = unknown[0].partition("=")[0]
-            raise UserError(f"unknown option {name!r}.{suggestion(name, hints, as_option=True)}")
+            # Options of Trainer that the command refuses would be a wrong suggestion.
+            refused = {*SET_BY_COMMANDS, *self.trainer_replaced} - set(self.fields)
+            names = [option for option in hints if option not in refused]
+            raise UserError(f"unknown option {name!r}.{suggestion(name, names, as_option=True)}")
 
         values = {}
         for name, value in vars(parsed).items():
@@ -779,7 +782,7 @@ def _spelled(item: dataclasses.Field) -> str:
     return item.name.upper() if item.metadata.get("positional") else _dashed(item.name)
 
 
-# Names in other libraries and in earlier releases, with the options that they may stand for or with
+# Names in other libraries, commands and earlier releases, with the options that they may stand for or with
 # an answer. The first of the options that the command has is suggested.
 COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
     "batch_size": ("micro_batch_size", "per_device_train_batch_size", "batch_tokens"),
@@ -788,9 +791,17 @@ COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
     "epochs": ("num_train_epochs",),
     "steps": ("max_steps",),
     "output_dir": ("output",),
+    "output_file": ("output",),
+    "data": ("train", "dataset", "texts", "pairs"),
+    "dataset": ("train", "texts", "data"),
+    "column": ("text_column",),
+    "text_column": ("column",),
+    "label": ("label_column",),
     "train_file": ("pairs", "texts", "dataset", "data"),
+    "validation": ("validation_file", "validation_texts"),
     "validation_file": ("validation", "validation_texts"),
     "eval_file": ("validation_file", "validation", "validation_texts"),
+    "model_name": ("model", "init_from"),
     "model_name_or_path": ("model", "init_from"),
     "texts_per_step": ("global_batch_size",),
     "tokens_per_step": ("global_batch_tokens",),
