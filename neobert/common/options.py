@@ -782,8 +782,8 @@ def _spelled(item: dataclasses.Field) -> str:
     return item.name.upper() if item.metadata.get("positional") else _dashed(item.name)
 
 
-# Names in other libraries, commands and earlier releases, with the options that they may stand for or with
-# an answer. The first of the options that the command has is suggested.
+# Names in other libraries, other commands and earlier releases, with the options that they may
+# stand for or with an answer. The first of the options that the command has is suggested.
 COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
     "batch_size": ("micro_batch_size", "per_device_train_batch_size", "batch_tokens"),
     "train_batch_size": ("micro_batch_size", "per_device_train_batch_size"),

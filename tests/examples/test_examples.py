@@ -622,7 +622,7 @@ def test_search_compares_ids_with_an_integer_store(search_module, tmp_path):
     [
         ("year = 'late'", "could not convert to literal of type 'Int64'"),
         ("year =", "sql parser error"),
-        ("yaer = 1999", "No field named yaer. Valid fields are .*year"),
+        ("author = 1999", "No field named author. Valid fields are .*year"),
         ('text = "a"', "No field named a. "),
         ("year", "does not return a boolean"),
         ("'", "Unterminated string literal"),
