@@ -78,12 +78,14 @@ def read_queries(path: str) -> Queries:
         else:
             missing[absent] += 1
 
+    summary = ", ".join(f"{count:,} without {name}" for name, count in missing.items())
     if not pairs:
+        reasons = f" ({summary}; both must be text)" if missing else ""
         raise UserError(
-            f"{path} has no row with an anchor and a positive. Pass a file with one pair per line."
+            f"{path} has no row with an anchor and a positive{reasons}. Pass a file with one pair "
+            "per line."
         )
     if missing:
-        summary = ", ".join(f"{count:,} without {name}" for name, count in missing.items())
         left_out = f"{missing.total():,} of {total:,}"
         logger.warning("%s: %s rows are left out: %s.", path, left_out, summary)
     return queries_from_rows(pairs)

@@ -295,7 +295,10 @@ def test_retrieval_leaves_out_the_rows_that_training_leaves_out(tmp_path, caplog
     with pytest.raises(UserError, match="pairs.jsonl, row 6: there is no column 'positive'"):
         retrieval.read_queries(str(path))
     write_jsonl(path, rows[1:])
-    with pytest.raises(UserError, match="has no row with an anchor and a positive"):
+    message = (
+        r"has no row with an anchor and a positive \(3 without positive, 1 without anchor; both"
+    )
+    with pytest.raises(UserError, match=message):
         retrieval.read_queries(str(path))
 
 
