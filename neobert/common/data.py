@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, overload
 
@@ -321,7 +321,11 @@ def numbered_rows(
     # The file system, the decompression and the format raise their own exceptions.
     except Exception as error:
         where = f"after row {number + 1:,}: " if number >= 0 else ""
-        remedy = " Convert the file to UTF-8." if isinstance(error, UnicodeDecodeError) else ""
+        remedy = ""
+        if isinstance(error, UnicodeDecodeError):
+            remedy = " Convert the file to UTF-8."
+        elif isinstance(error, csv.Error) and "end of data" in str(error):
+            remedy = " A quote is not closed; a quote in a quoted text must be doubled."
         raise UserError(f"{file.url} cannot be read ({where}{one_line(error)}).{remedy}") from error
 
 
@@ -374,7 +378,7 @@ def _checked(
         )
     missing = [name for name in (text_columns if columns is None else columns) if name not in row]
     if missing:
-        names = listed(map(str, row)) or "none"
+        names = listed_columns(row) or "none"
         raise ValueError(f"there is no column {missing[0]!r}. Columns: {names}")
     # Values of csv files are always text, those of jsonl and parquet may be numbers or null.
     for name in text_columns:
@@ -387,6 +391,19 @@ def _checked(
     if columns is None:
         return row
     return {name: row[name] for name in (*columns, *optional_columns) if name in row}
+
+
+def listed_columns(names: Iterable[object]) -> str:
+    """Return the names of columns for a message. White space at the ends of a name is visible."""
+    texts = [str(name) for name in names]
+    return listed(text if text == text.strip() else repr(text) for text in texts)
+
+
+def separator_remedy(names: Sequence[str]) -> str | None:
+    """Return what to do if a table with other separators was read as a single column, or None."""
+    if len(names) == 1 and ";" in names[0]:
+        return "Separate the columns by commas instead of ';', or by tabs in a .tsv file."
+    return None
 
 
 def not_text(column: str, value: Any) -> str:
@@ -432,6 +449,11 @@ def _tsv_row(row: dict[str | None, Any]) -> dict[str | None, Any]:
                 f"{shortened(cell, 40)}. Convert the file to .csv, or write it without quotes "
                 "(`quoting=3`)"
             )
+    if None in row:
+        raise ValueError(
+            "the row has more columns than the header. A text of a .tsv file must not contain "
+            "tabs: convert the file to .csv, or replace the tabs in its texts"
+        )
     return row
 
 

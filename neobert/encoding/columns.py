@@ -60,9 +60,10 @@ def copied_columns(
     # All files must have the columns of the first one that has rows.
     schema = data.schema(first)
     if corpus.text_column not in schema.names:
+        remedy = data.separator_remedy(schema.names) or "Name the column with --text-column."
         raise UserError(
-            f"{first.url} has no column {corpus.text_column!r}, only {listed(schema.names)}. Name "
-            "the column with --text-column."
+            f"{first.url} has no column {corpus.text_column!r}, only "
+            f"{data.listed_columns(schema.names)}. {remedy}"
         )
 
     # The command line may separate names by commas or by spaces.

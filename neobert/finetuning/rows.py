@@ -64,11 +64,9 @@ def find_columns(
         missing = [column for column in columns if column not in first]
         if missing or not columns:
             wanted = repr(missing[0]) if missing else " or ".join(usual)
-            remedy = f"Pass --{name}-column."
-            # A table with other separators is read as a single column.
-            if len(first) == 1 and ";" in next(iter(first)):
-                remedy = "Separate the columns by commas instead of ';', or by tabs in a .tsv file."
-            raise UserError(f"{source} has no column {wanted}; it has {listed(first)}. {remedy}")
+            remedy = data.separator_remedy([*first]) or f"Pass --{name}-column."
+            columns_text = data.listed_columns(first)
+            raise UserError(f"{source} has no column {wanted}; it has {columns_text}. {remedy}")
         return tuple(columns)
 
     texts = choose(text_columns, _TEXT_COLUMNS, "text")
@@ -117,6 +115,8 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
         texts.append(row_texts)
         labels.append(values if len(values) > 1 else values[0])
 
+    if not texts and not omitted:
+        raise UserError(f"{source} must contain at least one row, got none.")
     if not texts:
         raise UserError(
             f"{source} must contain rows with a text and a label, got {omitted:,} rows without."

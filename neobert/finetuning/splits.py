@@ -202,10 +202,26 @@ def _strata(task: TextTask, labels: Sequence) -> list[tuple]:
 
 
 def _report(task: TextTask, splits: Splits) -> None:
-    """Log the task and the sizes. Warn about repeated texts and labels without training rows."""
+    """Log the task and the sizes. Warn about labels and texts that make the result doubtful.
+
+    These are labels with several spellings or without training rows, and texts of several parts.
+    """
     logger.info("Task: %s", task.describe())
     sizes = [f"{name} {count:,}" for name, count in splits.sizes().items()]
     logger.info("Rows: %s", ", ".join(sizes))
+
+    # Labels that were typed in several ways are several classes.
+    spellings: dict[str, list[str]] = {}
+    for label in task.labels:
+        plain = " ".join(label.split()).casefold()
+        spellings.setdefault({"true": "1", "false": "0"}.get(plain, plain), []).append(label)
+    for similar in spellings.values():
+        if len(similar) > 1:
+            logger.warning(
+                "The labels %s look like spellings of one class, but are different classes. Write "
+                "a label in the same way in all rows.",
+                ", ".join(map(repr, similar)),
+            )
 
     # A model that remembers these texts looks better than it is.
     _warn_about_repeated_texts("validation", splits.validation, "training", splits.train)

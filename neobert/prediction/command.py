@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.environment import environment
-from ..common.errors import UserError, listed
+from ..common.errors import UserError
 from ..common.files import read_json, write_json, write_record
 from ..common.folders import check_disjoint, new_file
 from ..common.identity import model_digest
@@ -283,9 +283,10 @@ class Prediction:
 
         if missing:
             noun = "columns" if len(text_columns) > 1 else "column"
+            remedy = data.separator_remedy(columns) or f"Name the text {noun} with --text-column."
             raise UserError(
-                f"{first.url} has no column {missing[0]!r}, only {listed(columns)}. Name the text "
-                f"{noun} with --text-column."
+                f"{first.url} has no column {missing[0]!r}, only {data.listed_columns(columns)}. "
+                f"{remedy}"
             )
         if len(text_columns) not in counts:
             noun = "column" if counts == (1,) else "columns"

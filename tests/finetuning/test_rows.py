@@ -368,6 +368,7 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
     [
         ([{"x": 1}], {}, "has no column text or sentence or tokens; it has x. Pass --text-column."),
         ([{"text;label": "a;x"}], {}, "by commas instead of ';', or by tabs"),
+        ([{"text": "a", " label": "x"}], {}, "it has text, ' label'. Pass --label-column."),
         ([{"text": "a", "y": 1}], {"label_column": ["z"]}, "has no column 'z'; it has text, y."),
         ([{"text": "a", "label": "x"}] * 30, {}, "must have at least two labels, got x"),
         (rows_with([["x"], []]), {}, "two labels, got x. Use a column with two values, such as"),
@@ -436,6 +437,33 @@ def test_splits_of_equal_texts_and_rare_labels():
     sets = [{texts[index] for index in part} for part in parts]
     assert not sets[0] & sets[1] and not sets[0] & sets[2] and not sets[1] & sets[2]
     assert sets[1] and sets[2] and set(rare) <= sets[0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "listed"),
+    [
+        (["Yes", "no", "yes"], "'Yes', 'yes'"),
+        (["no", "yes", "yes "], "'yes', 'yes '"),
+        ([True, 1, "x"], "'1', 'True'"),
+        (["yes", "no", "y"], None),
+    ],
+)
+def test_labels_with_several_spellings_are_reported(tmp_path, caplog, labels, listed):
+    """A warning names labels that are probably one class but are typed in several ways."""
+    task, _ = read(tmp_path, rows_with(labels))
+    assert len(task.labels) == 3
+    messages = [message for message in caplog.messages if "spellings of one class" in message]
+    assert [message.split(" look")[0] for message in messages] == (
+        [f"The labels {listed}"] if listed else []
+    )
+
+
+def test_empty_test_file_is_refused(tmp_path):
+    """A test file with a header only is an error about its rows."""
+    test = tmp_path / "test.csv"
+    test.write_text("text,label\n")
+    with pytest.raises(UserError, match="test.csv must contain at least one row, got none"):
+        read(tmp_path, rows_with(["a", "b"]), test_file=str(test))
 
 
 def test_test_file_replaces_the_test_split(tmp_path, caplog):

@@ -697,6 +697,7 @@ def test_an_interrupted_run_resumes(tmp_path, model, monkeypatch):
     ("rows", "arguments", "message"),
     [
         ([{"x": "a"}], {}, "has no column 'text', only x"),
+        ([{"a;b": "a"}], {}, "has no column 'text', only a;b. Separate the columns by commas"),
         ([{"text": 3}], {}, "row 1: the text must be a string, got 3"),
         ([{"text": "a", "prediction": 1}], {}, "names of the predictions, got prediction"),
         ([{"text": "a"}], {"output": "out.xlsx"}, "`output` must end in one of .csv, .jsonl"),
