@@ -67,6 +67,8 @@ def find_columns(
             remedy = data.separator_remedy([*first]) or f"Pass --{name}-column."
             columns_text = data.listed_columns(first)
             raise UserError(f"{source} has no column {wanted}; it has {columns_text}. {remedy}")
+        if len(set(columns)) < len(columns):
+            raise UserError(f"`{name}_column` must name different columns, got {listed(columns)}.")
         return tuple(columns)
 
     texts = choose(text_columns, _TEXT_COLUMNS, "text")
@@ -162,7 +164,8 @@ def finite_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    # An integer of JSON may have any number of digits.
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -11,6 +11,7 @@ Checkpoints are written by Trainer. `trainer_state.json` is the last file of a c
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import logging
@@ -139,6 +140,10 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
 
 
+class _CallbackStates(TypedDict):
+    TrainerControl: dict[str, Any]
+
+
 class _StateContent(TypedDict):
     """Keys of trainer_state.json without which Trainer cannot resume."""
 
@@ -147,7 +152,7 @@ class _StateContent(TypedDict):
     train_batch_size: int
     best_metric: float | None
     log_history: list[dict[str, Any]]
-    stateful_callbacks: dict[str, Any]
+    stateful_callbacks: _CallbackStates
 
 
 def checkpoint_folder(args: TrainingArguments) -> Path:
@@ -180,7 +185,7 @@ def check_checkpoint(checkpoint: Path) -> None:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path.name}: {one_line(error, 80)}") from None
-        difference = difference_from_type(content, _StateContent) if path.name == _STATE else None
+        difference = _state_difference(content) if path.name == _STATE else None
         if difference:
             raise ValueError(f"{path.name}: {difference}")
     for path in checkpoint.rglob("*.safetensors"):
@@ -202,6 +207,18 @@ def check_checkpoint(checkpoint: Path) -> None:
     # DeepSpeed writes the state of the optimizer to a directory global_step*.
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
         raise ValueError("the state of the optimizer is missing")
+
+
+def _state_difference(content: Any) -> str | None:
+    """Return why Trainer cannot resume from the content of trainer_state.json, or None."""
+    difference = difference_from_type(content, _StateContent)
+    if difference is None:
+        known = {item.name for item in dataclasses.fields(TrainerState)}
+        unknown = [name for name in content if name not in known]
+        # A later version of transformers may write further keys.
+        if unknown:
+            difference = f"this version of transformers has no key {unknown[0]!r}"
+    return difference
 
 
 def _has_state(checkpoint: Path) -> bool:

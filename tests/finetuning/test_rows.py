@@ -368,6 +368,8 @@ def test_rows_without_text_or_label_are_left_out(tmp_path, caplog):
     [
         ([{"x": 1}], {}, "has no column text or sentence or tokens; it has x. Pass --text-column."),
         ([{"text;label": "a;x"}], {}, "by commas instead of ';', or by tabs"),
+        (rows_with(["a", "b"]), {"text_column": ["text"] * 2}, "different columns, got text, text"),
+        ([{"text": "a", "label": 10**400}] * 9, {"task": "regression"}, "must be a number, got"),
         ([{"text": "a", " label": "x"}], {}, "it has text, ' label'. Pass --label-column."),
         ([{"text": "a", "y": 1}], {"label_column": ["z"]}, "has no column 'z'; it has text, y."),
         ([{"text": "a", "label": "x"}] * 30, {}, "must have at least two labels, got x"),

@@ -138,8 +138,10 @@ def test_damaged_position_of_a_stream_is_found(whole, tmp_path, content):
             lambda state: {**state, "global_step": "4"},
             r"Expected `int`, got `str` - at `\$.global_step`",
         ),
+        (lambda state: {**state, "later": 1}, "this version of transformers has no key 'later'"),
+        (lambda state: {**state, "stateful_callbacks": {}}, "Object missing .*`TrainerControl`.*"),
     ],
-    ids=["list", "empty", "text"],
+    ids=["list", "empty", "text", "unknown", "callbacks"],
 )
 def test_state_without_the_keys_of_trainer_is_damaged(whole, tmp_path, change, difference):
     """A trainer_state.json that Trainer cannot resume from is reported, and nothing is removed."""
