@@ -10,7 +10,8 @@ BARE = .venv-gpu
 # Environments of the engines and clients that the exports are tested with.
 ENGINES = .cache/engines
 NO_NODE = node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)
-PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
+# Python compiles a module when it is first imported, which takes less time than compiling all modules.
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile --constraint
 # Tests on different versions of transformers exchange models through this directory.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
