@@ -304,6 +304,7 @@ def numbered_rows(
     # Parquet files are decoded in blocks by Arrow, all other formats row by row.
     read = _parquet_rows if file.format == ".parquet" else _text_rows
     parse = _PARSERS.get(file.format, _unchanged)
+
     number = -1
     try:
         for number, raw in enumerate(read(file, columns, optional_columns, is_wanted)):
@@ -316,6 +317,7 @@ def numbered_rows(
                 reason = one_line(getattr(error, "msg", error))
                 raise UserError(f"{file.url}, row {number + 1:,}: {reason}.") from error
             yield number, row
+
     except UserError:
         raise
     # The file system, the decompression and the format raise their own exceptions.
@@ -380,6 +382,7 @@ def _checked(
     if missing:
         names = listed_columns(row) or "none"
         raise ValueError(f"there is no column {missing[0]!r}. Columns: {names}")
+
     # Values of csv files are always text, those of jsonl and parquet may be numbers or null.
     for name in text_columns:
         if not isinstance(row[name], str):
@@ -388,6 +391,7 @@ def _checked(
     for name in optional_columns:
         if isinstance(row.get(name), str):
             row[name] = replace_surrogates(row[name])
+
     if columns is None:
         return row
     return {name: row[name] for name in (*columns, *optional_columns) if name in row}
@@ -486,6 +490,7 @@ def _text_rows(
             if not is_table:
                 yield from (line for line in lines if not line.isspace())
                 return
+
             # The default limit of 128 KiB is shorter than many documents.
             csv.field_size_limit(2**30)
             # csv.DictReader reads a blank line as a header without columns.
@@ -497,6 +502,7 @@ def _text_rows(
                 # row at a carriage return inside of a cell.
                 cells = (line.rstrip("\r\n").replace("\r", " ") for line in table)
                 reader = csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
+
             _check_header(file, reader.fieldnames or ())
             yield from reader
 

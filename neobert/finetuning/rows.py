@@ -117,12 +117,11 @@ def read_rows(source: str, text_columns: Sequence[str], label_columns: Sequence[
         texts.append(row_texts)
         labels.append(values if len(values) > 1 else values[0])
 
-    if not texts and not omitted:
-        raise UserError(f"{source} must contain at least one row, got none.")
     if not texts:
-        raise UserError(
-            f"{source} must contain rows with a text and a label, got {omitted:,} rows without."
-        )
+        rule = "at least one row, got none"
+        if omitted:
+            rule = f"rows with a text and a label, got {omitted:,} rows without"
+        raise UserError(f"{source} must contain {rule}.")
     return RawRows(source, texts, labels, omitted, class_names)
 
 

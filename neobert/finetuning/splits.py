@@ -210,19 +210,7 @@ def _report(task: TextTask, splits: Splits) -> None:
     sizes = [f"{name} {count:,}" for name, count in splits.sizes().items()]
     logger.info("Rows: %s", ", ".join(sizes))
 
-    # Labels that were typed in several ways are several classes.
-    spellings: dict[str, list[str]] = {}
-    for label in task.labels:
-        plain = " ".join(label.split()).casefold()
-        spellings.setdefault({"true": "1", "false": "0"}.get(plain, plain), []).append(label)
-    for similar in spellings.values():
-        if len(similar) > 1:
-            logger.warning(
-                "The labels %s look like spellings of one class, but are different classes. Write "
-                "a label in the same way in all rows.",
-                ", ".join(map(repr, similar)),
-            )
-
+    _warn_about_spellings(task.labels)
     # A model that remembers these texts looks better than it is.
     _warn_about_repeated_texts("validation", splits.validation, "training", splits.train)
     _warn_about_repeated_texts("test", splits.test, "training", splits.train)
@@ -232,6 +220,23 @@ def _report(task: TextTask, splits: Splits) -> None:
         if missing:
             names = ", ".join(task.labels[number] for number in sorted(missing))
             logger.warning("There are no training rows of the labels %s.", names)
+
+
+def _warn_about_spellings(labels: Sequence[str]) -> None:
+    """Warn about labels that differ in white space or capital letters only, or as 1 and True."""
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        plain = " ".join(label.split()).casefold()
+        plain = {"true": "1", "false": "0"}.get(plain, plain)
+        spellings.setdefault(plain, []).append(label)
+
+    for similar in spellings.values():
+        if len(similar) > 1:
+            logger.warning(
+                "The labels %s look like spellings of one class, but are different classes. Write "
+                "a label in the same way in all rows.",
+                ", ".join(map(repr, similar)),
+            )
 
 
 def _warn_about_repeated_texts(

@@ -188,6 +188,7 @@ def check_checkpoint(checkpoint: Path) -> None:
         difference = _state_difference(content) if path.name == _STATE else None
         if difference:
             raise ValueError(f"{path.name}: {difference}")
+
     for path in checkpoint.rglob("*.safetensors"):
         try:
             # The header contains the size of the file, which is compared when the file is opened.

@@ -128,9 +128,9 @@ def training_arguments(
     if "output_dir" in options:
         raise UserError("`output_dir` is set by this command. Pass --output instead.")
 
-    # The user may override these two options, but not the fixed ones.
     fixed = {**_FIXED, **fixed}
     _check_fixed_options(options, fixed)
+    # The user may override these two options, but not the fixed ones.
     defaults = {"use_cpu": not torch.accelerator.is_available(), "ddp_timeout": WAIT_SECONDS}
     values = {**defaults, **options, **fixed}
     check_trainer_options(values)
@@ -161,6 +161,8 @@ def _check_fixed_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -
         # A recipe may set a fixed option to the value of the command.
         if name not in options or options[name] == value:
             continue
+
+        # Some options have a substitute, which the message names.
         if name in BLOCKS_ONLY:
             raise UserError(
                 f"`{name}` compiles the complete model, which then cannot pack its batches. Pass "
@@ -176,6 +178,7 @@ def _check_fixed_options(options: Mapping[str, Any], fixed: Mapping[str, Any]) -
                 "`resume_from_checkpoint` is not needed. Run the same command again to resume an "
                 "interrupted run."
             )
+
         raise UserError(
             f"`{name}` is set to {value!r} by this command, got {options[name]!r}. Omit the option."
         )
