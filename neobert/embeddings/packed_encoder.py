@@ -221,8 +221,8 @@ class PackedEncoder:
         settings: Further arguments of `load_sentence_transformer`, for a directory or a Hub name.
 
     Raises:
-        UserError: If the model cannot be loaded, or an argument does not apply to a
-            SentenceTransformer.
+        UserError: If the model cannot be loaded, `batch_tokens` is not positive, or an argument
+            does not apply to a SentenceTransformer.
 
     Attributes:
         sentence_transformer: SentenceTransformer that computes the embeddings.
@@ -253,6 +253,8 @@ class PackedEncoder:
         batch_tokens: int | None = None,
         **settings: Any,
     ) -> None:
+        if batch_tokens is not None and batch_tokens < 1:
+            raise UserError(f"`batch_tokens` must be at least 1, got {batch_tokens}.")
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
             # A missing model is reported before "auto" measures the speed of the dtypes.

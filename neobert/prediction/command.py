@@ -114,9 +114,10 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
         shutil.rmtree(run.work, ignore_errors=True)
         return Summary.from_json(read_json(run.record_path)["summary"])
 
+    # Invalid input is refused before anything is written.
+    writer = run.prepare()
     # Another process with the same output is refused while this one is running.
     with run.work_folder.claim():
-        writer = run.prepare()
         parts, summary = run.write_parts(writer, progress_bar)
         run.join(writer.table, parts, summary)
     shutil.rmtree(run.work, ignore_errors=True)

@@ -167,12 +167,14 @@ def test_wrong_arguments_are_refused(pair):
         encoder.encode(TEXTS, "find: ")
 
 
-def test_a_model_with_an_unknown_dtype_or_length_is_refused(model_folder):
+def test_a_model_with_an_unknown_dtype_or_size_is_refused(model_folder):
     for dtype in ("float64", "fp16", torch.float32):
         with pytest.raises(UserError, match=f"`dtype` must be auto, .* or int8, got '?{dtype}"):
             PackedEncoder(model_folder, dtype=dtype)
     with pytest.raises(UserError, match="`max_length` must be at least 3, got 2"):
         PackedEncoder(model_folder, dtype="float32", max_length=2)
+    with pytest.raises(UserError, match="`batch_tokens` must be at least 1, got 0"):
+        PackedEncoder(model_folder, dtype="float32", batch_tokens=0)
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.reference import count_rows
+from tools import pages
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.errors import UserError
@@ -792,40 +794,34 @@ assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the pa
 """
 
 
+def page_block():
+    """Return the commands that docs/embeddings.md shows for the training examples, and their output.
+
+    Returns:
+        ({name of an example: arguments}, output on the page).
+    """
+    page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    block = re.search(r"```bash\n([^`]*examples/reranker\.py.*?)```\n```\n(.*?)```", page, re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block[1].splitlines()]
+    return {Path(words[1]).stem: words[2:] for words in commands}, block[2]
+
+
 @pytest.fixture(scope="module")
-def outcomes(bundled, tmp_path_factory):
-    """Run the examples one after another in a separate process and return their results.
+def outcomes(tmp_path_factory):
+    """Run the commands of docs/embeddings.md in a separate process and return their results.
 
     Returns:
         {name of an example: results}. The results are "metrics" (of its `main`), "models" (token
         counts of each loaded model), "folder" (of the output) and "printed" (the output of all
         examples).
     """
+    commands, _ = page_block()
     folder = tmp_path_factory.mktemp("examples")
-    data = str(folder / "pairs")
-    example("make_pairs").main(["--output", data, "--train", "256", "--test", "64"])
-    plain = folder / "plain"
-    plain.mkdir()
-    for split in ("train", "test"):
-        rows = load_rows(f"{data}/{split}.jsonl", ["anchor", "positive"])
-        (plain / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    options = {
-        "reranker": f"{plain} --epochs 2",
-        "sparse_encoder": f"{data} --epochs 1 --batch-size 16 --regularizer 1e-4",
-        "late_interaction": f"{data} --epochs 2",
-        "matryoshka": f"{plain} --epochs 2",
-    }
-    paths = {name: str(ROOT / "examples" / f"{name}.py") for name in options}
-    # The sentence encoder has no masked-LM head.
-    models = {
-        name: ENCODER if ENCODER.is_dir() and name != "sparse_encoder" else bundled
-        for name in options
-    }
-    runs = [
-        (paths[name], f"--model {models[name]} --output {folder / name} --data {words}".split())
-        for name, words in options.items()
-    ]
+    (folder / "runs").mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    paths = {name: str(ROOT / "examples" / f"{name}.py") for name in commands}
+    paths["convert_checkpoint"] = str(ROOT / "neobert" / "conversion" / "command.py")
+    runs = [(paths[name], arguments) for name, arguments in commands.items()]
 
     output = folder / "outcomes.json"
     runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
@@ -835,12 +831,11 @@ def outcomes(bundled, tmp_path_factory):
         [sys.executable, "-c", runner], env=environment, cwd=folder, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr[-5000:]
-    print(process.stdout)
 
     results = json.loads(output.read_text())
     return {
-        name: {**results[path], "folder": folder / name, "printed": process.stdout}
-        for name, path in paths.items()
+        name: {**results[paths[name]], "folder": folder / "runs" / name, "printed": process.stdout}
+        for name in USES
     }
 
 
@@ -911,6 +906,14 @@ def test_training_improves_metrics(outcomes):
     printed = outcomes["reranker"]["printed"]
     assert "learning rate: 6.4e-04 (hidden size 384)" in printed
     assert "pin_memory" not in printed
+
+
+@pytest.mark.slow
+def test_output_of_examples_is_current(outcomes):
+    """docs/embeddings.md shows what its commands print."""
+    _, shown = page_block()
+    printed = pages.shortened(outcomes["reranker"]["printed"], shown)
+    assert pages.same(shown, printed), printed
 
 
 def test_make_names_tags_wordnet_instances(tmp_path, monkeypatch):

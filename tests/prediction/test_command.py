@@ -709,6 +709,13 @@ def test_invalid_input_or_output_is_reported(tmp_path, model, rows, arguments, m
         run(tmp_path, rows, model, **arguments)
 
 
+def test_input_without_the_text_column_leaves_no_files(tmp_path, model):
+    """The columns of the input are checked before anything is written."""
+    with pytest.raises(UserError, match="has no column 'text', only x"):
+        run(tmp_path, [{"x": "a"}], model)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_existing_files_are_kept(tmp_path, model):
     """A file that the command did not write is never replaced."""
     (tmp_path / "out.jsonl").write_text("mine")
