@@ -26,8 +26,9 @@ demo: $(VENV)/.demo  ## Set up, convert the bundled checkpoint, fill masks, comp
 test: $(VENV)/.test  ## Set up and run the quick tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
+# Most of these tests wait for other processes, so there are more of them than cores.
 test-slow: $(VENV)/.test  ## Run the tests that take more than a few seconds each
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=30
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow --durations=30
 
 lint: $(VENV)/.test  ## Run ruff, mypy and typos
 	$(BIN)/ruff check .

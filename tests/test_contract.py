@@ -283,17 +283,18 @@ def interrupted(make, inputs, run, finished, tmp_path, **kills):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(3))
 @every_run
 def test_resume_after_kills_at_random_writes(make, inputs, run, finished, tmp_path, part):
-    """A run that is killed at two of its writes can be resumed, and the result is the same.
+    """A run that is killed at four of its writes can be resumed, and the result is the same.
 
-    The first write is random within one sixth of the run, the second is random within the run.
+    The first write is random within one third of the run, the others are random within the run.
     """
     writes = finished(make)[1]
     pick = random.Random(f"{make.__name__} {part}")
-    first = pick.randint(1 + part * writes // 6, max(1, (part + 1) * writes // 6))
-    kills = [{"kill_at": first}, {"kill_at": pick.randint(1, writes)}]
+    first = pick.randint(1 + part * writes // 3, max(1, (part + 1) * writes // 3))
+    kill_at = [first, *(pick.randint(1, writes) for _ in range(3))]
+    kills = [{"kill_at": number} for number in kill_at]
     interrupted(make, inputs, run, finished, tmp_path, kills=kills)
 
 
@@ -333,9 +334,8 @@ def test_existing_output_is_not_replaced(make, inputs, run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
 @once
-def test_killed_output_is_complete_or_absent(make, inputs, run, tmp_path, part):
+def test_killed_output_is_complete_or_absent(make, inputs, run, tmp_path):
     """After a kill the output is complete or absent, and a second run completes an absent one."""
     output = place_of(make, tmp_path)
     code, printed, writes = run(make(inputs, output))
@@ -343,17 +343,19 @@ def test_killed_output_is_complete_or_absent(make, inputs, run, tmp_path, part):
     expected = everything(output)
     output.rename(tmp_path / "whole")
 
-    pick = random.Random(f"{make.__name__} {part}")
-    kill_at = pick.randint(1 + part * writes // 3, (part + 1) * writes // 3)
-    code, printed, _ = run(make(inputs, output), kill_at=kill_at)
-    if everything(output) is None:
-        code, printed, _ = run(make(inputs, output), strange=True)
-        assert code == 0, printed
+    pick = random.Random(make.__name__)
+    for part in range(3):
+        kill_at = pick.randint(1 + part * writes // 3, (part + 1) * writes // 3)
+        code, printed, _ = run(make(inputs, output), kill_at=kill_at)
+        if everything(output) is None:
+            code, printed, _ = run(make(inputs, output), strange=True)
+            assert code == 0, printed
 
-    files = everything(output)
-    assert sorted(files) == sorted(expected)
-    # These two files of an export contain the date.
-    assert {n for n in expected if files[n] != expected[n]} <= {"export.json", "README.md"}
+        files = everything(output)
+        assert sorted(files) == sorted(expected)
+        # These two files of an export contain the date.
+        assert {n for n in expected if files[n] != expected[n]} <= {"export.json", "README.md"}
+        output.rename(tmp_path / f"killed-{part}")
 
 
 @pytest.mark.slow

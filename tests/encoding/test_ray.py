@@ -54,7 +54,7 @@ def test_killed_worker_does_not_lose_or_duplicate_rows(tmp_path, model_folder):
         pyarrow.parquet.write_table(table, tmp_path / "corpus" / f"{number}.parquet")
 
     workers_of_others = workers()
-    process = start(tmp_path, model_folder, "--shards", "4")
+    process = start(tmp_path, model_folder, "--shards", "2")
     limit = time.monotonic() + 300
     while not (parts := list((tmp_path / "out").glob("[0-9]*.parquet"))):
         assert time.monotonic() < limit and process.poll() is None, process.communicate()[0][-3000:]

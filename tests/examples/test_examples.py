@@ -26,6 +26,7 @@ from tools import pages
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.common.scripts import load_rows, run_script
+from neobert.conversion.command import main as convert
 
 
 datasets = pytest.importorskip("datasets")
@@ -795,13 +796,15 @@ assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the pa
 
 
 def page_block():
-    """Return the commands that docs/embeddings.md shows for the training examples, and their output.
+    """Return the commands of the training examples in docs/embeddings.md, and their output.
 
     Returns:
         ({name of an example: arguments}, output on the page).
     """
     page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
-    block = re.search(r"```bash\n([^`]*examples/reranker\.py.*?)```\n```\n(.*?)```", page, re.DOTALL)
+    block = re.search(
+        r"```bash\n([^`]*examples/reranker\.py.*?)```\n```\n(.*?)```", page, re.DOTALL
+    )
     commands = [shlex.split(line, comments=True) for line in block[1].splitlines()]
     return {Path(words[1]).stem: words[2:] for words in commands}, block[2]
 
@@ -819,8 +822,9 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     (folder / "runs").mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
+    checkpoint, converted = commands.pop("convert_checkpoint")
+    assert convert([str(folder / checkpoint), str(folder / converted)]) == 0
     paths = {name: str(ROOT / "examples" / f"{name}.py") for name in commands}
-    paths["convert_checkpoint"] = str(ROOT / "neobert" / "conversion" / "command.py")
     runs = [(paths[name], arguments) for name, arguments in commands.items()]
 
     output = folder / "outcomes.json"
@@ -885,7 +889,7 @@ def test_examples_do_not_process_padding(name, outcomes):
 
 @pytest.mark.slow
 def test_training_improves_metrics(outcomes):
-    """A few steps on 256 definitions with default learning rates improve the metrics.
+    """A few steps on 256 definitions improve the metrics.
 
     The results are also far above those of a random order, which are 1/64 for recall@1 and 0.5 for
     the reranker.
@@ -904,7 +908,7 @@ def test_training_improves_metrics(outcomes):
     assert after > max(10 / 64, before), metrics
 
     printed = outcomes["reranker"]["printed"]
-    assert "learning rate: 6.4e-04 (hidden size 384)" in printed
+    assert "learning rate: 3.0e-04 (hidden size 384)" in printed
     assert "pin_memory" not in printed
 
 

@@ -74,6 +74,11 @@ def folder(tmp_path_factory):
     words = "river stone music paper table winter cold water hard rock sweet sound".split()
     texts = [" ".join(rng.choices(words, k=rng.randint(2, 20))) for _ in range(300)]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
+
+    # Other sources than the texts: the words of some texts in reverse order.
+    for name, part in {"other.txt": texts[:40], "a.txt": texts[40:80], "b.txt": texts[:9]}.items():
+        changed = [" ".join(reversed(text.split())) for text in part]
+        (folder / name).write_text("\n".join(changed) + "\n")
     return folder
 
 
@@ -91,8 +96,10 @@ def _process(folder, arguments):
 
 def _launch(folder, name, launcher, **overrides):
     """Run `neobert pretrain` with a launcher; an option with the value None is omitted."""
+    sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
     values = {
-        "dataset": "texts.txt",
+        "dataset": json.dumps(sources),
+        "validation": json.dumps({"domain": "a.txt", "general": "b.txt"}),
         "prepared": "prepared",
         "output": name,
         "model_config": json.dumps(MODEL),
@@ -156,7 +163,10 @@ def _launcher(way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_match_a_single_process(folder, single, way):
-    """Check the log of two processes against that of one, and that they resume exactly."""
+    """Check the log of two processes against that of one, and that they resume exactly.
+
+    The sources are weighted, and there are two validation sets.
+    """
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     distributed = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
@@ -172,6 +182,9 @@ def test_two_processes_match_a_single_process(folder, single, way):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         assert two["tokens_seen"] == one["tokens_seen"]
         assert two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
+        assert two["epoch"] == pytest.approx(one["epoch"]) and one["epoch"] > 0
+    first, second = (_bits_per_character(folder / name) for name in ("single", way))
+    assert first == pytest.approx(second, rel=1e-4) and len(first) == 4
 
     # Restore the state of a run that was killed while it saved step 6. The same command must resume
     # from step 3.
@@ -213,37 +226,6 @@ def test_zero_2_vocabulary_transfer_matches_a_single_process(folder, single):
     )
     final = NeoBERTForMaskedLM.from_pretrained(folder / "both", dtype=torch.float32)
     assert final.config.vocab_size == 192 == len(final.decoder.bias)
-
-
-@pytest.mark.parametrize("way", ["ddp", "zero2"])
-def test_weighted_sources_and_validation_match_a_single_process(folder, single, way):
-    """Check weighted sources, and the metrics of two validation sets before and after training."""
-    if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
-    lines = (folder / "texts.txt").read_text().splitlines()
-    for name, texts in {"other.txt": lines[:40], "a.txt": lines[40:80], "b.txt": lines[:9]}.items():
-        changed = [" ".join(reversed(text.split())) for text in texts]
-        (folder / name).write_text("\n".join(changed) + "\n")
-    sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
-    options = {
-        "dataset": json.dumps(sources),
-        "validation": json.dumps({"domain": "a.txt", "general": "b.txt"}),
-        "prepared": "weighted",
-        "init_from": "single",
-        "model_config": None,
-    }
-
-    one = _train(folder, f"weighted-{way}-one", SINGLE, **options)
-    options["use_cpu"] = None if way == "ddp" else "true"
-    two = _train(folder, f"weighted-{way}-two", _launcher(way), **options)
-
-    for first, second in zip(one, two, strict=True):
-        assert abs(first["loss"] - second["loss"]) < 1e-4
-        assert first["epoch"] == pytest.approx(second["epoch"]) and first["epoch"] > 0
-    first, second = (
-        _bits_per_character(folder / f"weighted-{way}-{name}") for name in ("one", "two")
-    )
-    assert first == pytest.approx(second, rel=1e-4) and len(first) == 4
 
 
 def _bits_per_character(folder):

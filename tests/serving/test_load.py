@@ -1,4 +1,4 @@
-"""Test the server under load: 1,000 requests of 32 concurrent clients.
+"""Test the server under load: 600 requests of 32 concurrent clients.
 
 Some requests are invalid, and some are canceled. No response may be lost or belong to another
 request, and the memory of the server must not grow.
@@ -22,7 +22,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 pytestmark = pytest.mark.slow
-REQUESTS = 1000
+REQUESTS = 600
 CLIENTS = 32
 # Maximum growth of the memory in bytes.
 MAX_GROWTH = 32 * 2**20
@@ -152,7 +152,7 @@ def metric(address, pattern):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_responses_and_memory_under_load(dtype):
     """Check the embeddings, statuses, counters and memory after four rounds of requests."""
-    texts = texts_of_all_lengths(500)
+    texts = texts_of_all_lengths(250)
     encoder = PackedEncoder(str(ENCODER), dtype, "cpu")
     alone = [encoder.encode([text])[0].tobytes() for text in texts]
 

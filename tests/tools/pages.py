@@ -4,7 +4,8 @@
     python tests/tools/pages.py --write docs/serving.md     # update the outputs of this page
 
 The pages are README.md, docs/ and the model cards in examples/. The code blocks of a page run in
-their order, in one temporary folder with links to the files of the repository. These blocks run:
+their order, in one temporary folder with links to the files of the repository. The Python blocks
+of a page share a process, but no variables. These blocks run:
 
 - a ```bash block that is followed by a block without a language, which shows its output;
 - a ```python block that ends with comment lines, which show its output;
@@ -50,6 +51,22 @@ ENCODERS = [
     *("open_text", "sentiment_encoder/sentiment", "small_vectors", "finetuning", "latency"),
     *("peers", "server", "server_workers", "contrastive/wordnet"),
 ]
+
+# Program that runs the Python blocks of a page, each with its own variables. It reads a JSON string
+# with the code from each line of stdin, and prints {"printed": output, "error": traceback or null}.
+# One process for all blocks imports the libraries once.
+INTERPRETER = """
+import contextlib, io, json, sys, traceback
+
+for line in sys.stdin:
+    output, error = io.StringIO(), None
+    with contextlib.redirect_stdout(output):
+        try:
+            exec(compile(json.loads(line), "<block>", "exec"), {"__name__": "__main__"})
+        except Exception:
+            error = traceback.format_exc()
+    print(json.dumps({"printed": output.getvalue(), "error": error}), flush=True)
+"""
 
 _BLOCK = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LEFT_OUT = ("not run", "read", "run: make")
@@ -100,63 +117,104 @@ def examples(text):
                 yield Example(language, source, block.end(), block.end(), "")
 
 
-def run(example, folder):
-    """Run an example and return its output.
+class Workspace:
+    """Temporary folder with links to the files of the repository, in which the examples run.
 
-    Args:
-        example: Example to run.
-        folder: Working directory, prepared by `make_workspace`.
+    A context manager: the end of the block removes the folder.
 
-    Raises:
-        RuntimeError: If the exit status is not 0.
-        subprocess.TimeoutExpired: If the example takes longer than `TIMEOUT`.
+    Attributes:
+        folder: Path of the folder, with symbolic links resolved.
+        environment: Environment variables of the examples.
     """
-    source = example.source
-    uses_published = PUBLISHED in example.source
-    if uses_published:
-        bundled = folder / "runs" / "bundled"
-        if not bundled.exists():
-            convert = ["convert_checkpoint.py", "examples/checkpoint", str(bundled)]
-            subprocess.run([sys.executable, *convert], cwd=folder, check=True, capture_output=True)
-        source = source.replace(PUBLISHED, str(bundled))
 
-    if example.language == "bash":
-        command = ["bash", "-e", "-c", _INSTALL.sub("", source)]
-    else:
-        command = [sys.executable, "-c", source]
+    def __init__(self):
+        self._holder = tempfile.TemporaryDirectory(prefix="neobert-page-")
+        self._interpreter = None
+        self.folder = Path(self._holder.name).resolve()
+        for path in ROOT.iterdir():
+            if path.name not in ("runs", ".git"):
+                (self.folder / path.name).symlink_to(path)
 
-    paths = f"{folder / 'bin'}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    settings = {"cwd": folder, "env": environment, "timeout": TIMEOUT, "text": True}
-    process = subprocess.run(command, capture_output=True, **settings)
-    if process.returncode:
-        raise RuntimeError(f"exit status {process.returncode}: {process.stderr[-500:]}")
+        (self.folder / "runs").mkdir()
+        programs = self.folder / "bin"
+        programs.mkdir()
+        for name, words in (("python", ""), ("neobert", " -m neobert")):
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+            (programs / name).chmod(0o755)
+        paths = f"{programs}:{os.environ['PATH']}"
+        variables = {"PATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.environment = {**os.environ, **variables}
 
-    printed = process.stdout.replace(f"{folder}/", "")
-    if uses_published:
-        hidden_size = json.loads((bundled / "config.json").read_text())["hidden_size"]
-        printed = printed.replace(str(hidden_size), HIDDEN_SIZE)
-    return printed.rstrip() + "\n"
+    def __enter__(self):
+        return self
 
+    def __exit__(self, *error):
+        if self._interpreter is not None:
+            self._interpreter.kill()
+            self._interpreter.communicate()
+        self._holder.cleanup()
 
-def make_workspace():
-    """Create a folder for the examples of a page, with links to the files of the repository.
+    def run(self, example):
+        """Run an example and return its output.
 
-    Returns:
-        The `TemporaryDirectory`, and its path with symbolic links resolved.
-    """
-    holder = tempfile.TemporaryDirectory(prefix="neobert-page-")
-    folder = Path(holder.name).resolve()
-    for path in ROOT.iterdir():
-        if path.name not in ("runs", ".git"):
-            (folder / path.name).symlink_to(path)
+        Args:
+            example: Example to run.
 
-    (folder / "runs").mkdir()
-    (folder / "bin").mkdir()
-    for name, words in (("python", ""), ("neobert", " -m neobert")):
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
-        (folder / "bin" / name).chmod(0o755)
-    return holder, folder
+        Raises:
+            RuntimeError: If the example fails.
+            subprocess.TimeoutExpired: If a bash block takes longer than `TIMEOUT`.
+        """
+        source = example.source
+        uses_published = PUBLISHED in example.source
+        if uses_published:
+            bundled = self.folder / "runs" / "bundled"
+            if not bundled.exists():
+                self._run_bash(f"python convert_checkpoint.py examples/checkpoint {bundled}")
+            source = source.replace(PUBLISHED, str(bundled))
+
+        is_bash = example.language == "bash"
+        printed = self._run_bash(_INSTALL.sub("", source)) if is_bash else self._run_python(source)
+        printed = printed.replace(f"{self.folder}/", "")
+        if uses_published:
+            hidden_size = json.loads((bundled / "config.json").read_text())["hidden_size"]
+            printed = printed.replace(str(hidden_size), HIDDEN_SIZE)
+        return printed.rstrip() + "\n"
+
+    def _run_bash(self, source):
+        """Run a bash block in a process of its own."""
+        process = subprocess.run(
+            ["bash", "-e", "-c", source],
+            cwd=self.folder,
+            env=self.environment,
+            timeout=TIMEOUT,
+            text=True,
+            capture_output=True,
+        )
+        if process.returncode:
+            raise RuntimeError(f"exit status {process.returncode}: {process.stderr[-500:]}")
+        return process.stdout
+
+    def _run_python(self, source):
+        """Run a Python block in the interpreter of the page."""
+        if self._interpreter is None:
+            self._interpreter = subprocess.Popen(
+                [sys.executable, "-c", INTERPRETER],
+                cwd=self.folder,
+                env=self.environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        self._interpreter.stdin.write(json.dumps(source) + "\n")
+        self._interpreter.stdin.flush()
+        answer = self._interpreter.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"exit status {self._interpreter.wait()}")
+        result = json.loads(answer)
+        if result["error"]:
+            raise RuntimeError(result["error"][-500:])
+        return result["printed"]
 
 
 def _close(first, second):
@@ -213,11 +271,10 @@ def outputs(page):
         (example, output as the page shows it, None), or (example, None, error message). Examples
         that succeed and show no output are omitted.
     """
-    holder, folder = make_workspace()
-    with holder:
+    with Workspace() as workspace:
         for example in examples(page.read_text(encoding="utf-8")):
             try:
-                printed = run(example, folder)
+                printed = workspace.run(example)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 yield example, None, str(error)
                 continue
