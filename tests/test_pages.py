@@ -295,3 +295,18 @@ def test_blocks_run_in_order_and_outputs_are_updated(tmp_path):
     # A block that fails is reported if it is not marked as not run.
     page.write_text(PAGE.replace("<!-- not run: needs a GPU -->\n", ""))
     assert any("exit status 1" in text for text in pages.stale(page))
+
+
+def test_python_blocks_share_no_variables(tmp_path):
+    """A Python block has its own variables, and runs after one that ended the interpreter."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nname = 1\nprint(name)\n# 1\n```\n"
+        "```python\nprint('name' in globals())\n# False\n```\n"
+        "```python\nraise SystemExit(3)\n# nothing\n```\n"
+        "```python\nprint(1 / 0)\n# nothing\n```\n"
+        "```python\nprint(2)\n# 2\n```\n"
+    )
+    ended, failed = pages.stale(page)
+    assert "exit status 3" in ended
+    assert "ZeroDivisionError" in failed

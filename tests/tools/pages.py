@@ -28,6 +28,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def examples(text):
 class Workspace:
     """Temporary folder with links to the files of the repository, in which the examples run.
 
-    A context manager: the end of the block removes the folder.
+    It is a context manager, which removes the folder at its end.
 
     Attributes:
         folder: Path of the folder, with symbolic links resolved.
@@ -161,7 +162,7 @@ class Workspace:
             example: Example to run.
 
         Raises:
-            RuntimeError: If the example fails.
+            RuntimeError: If the example fails, or a Python block takes longer than `TIMEOUT`.
             subprocess.TimeoutExpired: If a bash block takes longer than `TIMEOUT`.
         """
         source = example.source
@@ -206,11 +207,17 @@ class Workspace:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
+        timer = threading.Timer(TIMEOUT, self._interpreter.kill)
+        timer.start()
         self._interpreter.stdin.write(json.dumps(source) + "\n")
         self._interpreter.stdin.flush()
         answer = self._interpreter.stdout.readline()
+        timer.cancel()
         if not answer:
-            raise RuntimeError(f"exit status {self._interpreter.wait()}")
+            status = self._interpreter.wait()
+            # The next Python block starts another interpreter.
+            self._interpreter = None
+            raise RuntimeError(f"exit status {status}")
         result = json.loads(answer)
         if result["error"]:
             raise RuntimeError(result["error"][-500:])
