@@ -26,7 +26,7 @@ demo: $(VENV)/.demo  ## Set up, convert the bundled checkpoint, fill masks, comp
 test: $(VENV)/.test  ## Set up and run the quick tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# Most of these tests wait for other processes, so there are more of them than cores.
+# These tests often wait for processes that they start, so three run at the same time on two cores.
 test-slow: $(VENV)/.test  ## Run the tests that take more than a few seconds each
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m slow --durations=30
 

@@ -1,6 +1,6 @@
 """Test the scripts of examples/.
 
-- The default options learn small tasks, and rows with only an anchor and a positive are enough.
+- The training examples learn small tasks in a few steps, and docs/embeddings.md shows their output.
 - Existing outputs are not modified, and an error is one line.
 - Saved folders load without this package.
 - Padding tokens are not computed.
@@ -795,7 +795,7 @@ assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the pa
 """
 
 
-def page_block():
+def training_commands_of_page():
     """Return the commands of the training examples in docs/embeddings.md, and their output.
 
     Returns:
@@ -818,7 +818,7 @@ def outcomes(tmp_path_factory):
         counts of each loaded model), "folder" (of the output) and "printed" (the output of all
         examples).
     """
-    commands, _ = page_block()
+    commands, _ = training_commands_of_page()
     folder = tmp_path_factory.mktemp("examples")
     (folder / "runs").mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -915,7 +915,7 @@ def test_training_improves_metrics(outcomes):
 @pytest.mark.slow
 def test_output_of_examples_is_current(outcomes):
     """docs/embeddings.md shows what its commands print."""
-    _, shown = page_block()
+    _, shown = training_commands_of_page()
     printed = pages.shortened(outcomes["reranker"]["printed"], shown)
     assert pages.same(shown, printed), printed
 

@@ -66,7 +66,7 @@ def _free_port():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the working directory of the processes, with a file of random texts."""
+    """Return the working directory of the processes, with files of random texts."""
     folder = tmp_path_factory.mktemp("distributed")
     (folder / "without_compiler.py").write_text(WITHOUT_COMPILER)
 
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
     texts = [" ".join(rng.choices(words, k=rng.randint(2, 20))) for _ in range(300)]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
 
-    # Other sources than the texts: the words of some texts in reverse order.
+    # A second source and two validation sets: some of the texts, with their words in reverse order.
     for name, part in {"other.txt": texts[:40], "a.txt": texts[40:80], "b.txt": texts[:9]}.items():
         changed = [" ".join(reversed(text.split())) for text in part]
         (folder / name).write_text("\n".join(changed) + "\n")
@@ -123,8 +123,8 @@ def _launch(folder, name, launcher, **overrides):
         for key, value in options.items()
         for argument in (f"--{key.replace('_', '-')}", str(value))
     ]
-    with_deepspeed = any("zero" in word for word in launcher)
-    program = ["without_compiler.py"] if with_deepspeed else ["-m", "neobert"]
+    uses_deepspeed = any("zero" in word for word in launcher)
+    program = ["without_compiler.py"] if uses_deepspeed else ["-m", "neobert"]
     return _process(folder, [*launcher, *program, "pretrain", *arguments])
 
 

@@ -121,7 +121,7 @@ def examples(text):
 class Workspace:
     """Temporary folder with links to the files of the repository, in which the examples run.
 
-    It is a context manager, which removes the folder at its end.
+    It is a context manager, which ends the Python interpreter of the page and removes the folder.
 
     Attributes:
         folder: Path of the folder, with symbolic links resolved.
