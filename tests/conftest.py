@@ -7,6 +7,7 @@ configuration of a tiny model, the golden outputs, the tokenizer and a converted
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 
 
@@ -24,6 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A shell starts background jobs with SIGINT ignored, but the tests of interruptions send SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip the slow tests that would start after `SLOW_TESTS_END`, in seconds since 1970.
+
+    `.ci/run` sets this variable, so that the CI ends in time on slow machines.
+    """
+    end = os.environ.get("SLOW_TESTS_END")
+    if end and item.get_closest_marker("slow") and time.time() > float(end):
+        pytest.skip("The time for slow tests is over.")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Check the architecture of the package.
+"""Check the architecture of the package, and the time limit of the slow tests.
 
 Modules import downward only, no imports are circular, every package is installed, and every
 imported name exists.
@@ -6,8 +6,11 @@ imported name exists.
 
 import ast
 import configparser
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from helpers.paths import ROOT
 from packaging.requirements import Requirement
@@ -219,3 +222,19 @@ def test_one_process_of_all_machines_writes_first():
     ]
     assert calls
     assert [call for call in calls if "local=False" not in call] == []
+
+
+@pytest.mark.parametrize(
+    ("end", "mark", "skipped"),
+    [("0", "slow", True), ("9e9", "slow", False), ("0", None, False), (None, "slow", False)],
+)
+def test_slow_tests_are_skipped_when_ci_is_late(end, mark, skipped, monkeypatch):
+    """After the time in `SLOW_TESTS_END`, slow tests are skipped, and other tests are not."""
+    if end is None:
+        monkeypatch.delenv("SLOW_TESTS_END", raising=False)
+    else:
+        monkeypatch.setenv("SLOW_TESTS_END", end)
+    item = SimpleNamespace(get_closest_marker=lambda name: name if name == mark else None)
+
+    with pytest.raises(pytest.skip.Exception) if skipped else nullcontext():
+        conftest.pytest_runtest_setup(item)

@@ -186,7 +186,7 @@ def serve(words, clone):
     )
     command = [sys.executable, "-m", *words, "--port", port]
     with server(command, f"{address}/health", clone / "log"):
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=900) as response:
             embedding = json.load(response)["data"][0]["embedding"]
     assert sum(x * x for x in embedding) == pytest.approx(1, abs=1e-3)
     return "serves"

@@ -132,7 +132,7 @@ def test_training_lowers_loss_and_output_loads_without_package(
     )
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    settings = {"cwd": tmp_path, "timeout": 200, "env": environment}
+    settings = {"cwd": tmp_path, "timeout": 900, "env": environment}
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, **settings
     )

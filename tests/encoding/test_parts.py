@@ -313,7 +313,7 @@ def test_killed_run_on_s3_resumes(folder, model_folder, encoder, tmp_path, s3):
         for number in range(2)
     ]
 
-    limit = time.monotonic() + 300
+    limit = time.monotonic() + 900
     while len(part_paths()) < 4 and time.monotonic() < limit:
         time.sleep(0.01)
     for process in shards:
@@ -323,7 +323,7 @@ def test_killed_run_on_s3_resumes(folder, model_folder, encoder, tmp_path, s3):
         "the shards were not killed while they wrote parts"
     )
 
-    result = subprocess.run([*arguments, *options], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([*arguments, *options], capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and "all parts are complete" in result.stdout, result.stderr[
         -2000:
     ]

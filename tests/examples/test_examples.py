@@ -968,7 +968,7 @@ def test_quickstart_runs(bundled, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert process.returncode == 0, process.stderr[-3000:]
     printed = process.stdout

@@ -222,7 +222,7 @@ def in_node(outputs, code):
     (outputs / "lines.mjs").write_text(code)
 
     process = subprocess.run(
-        ["node", "lines.mjs"], cwd=outputs, capture_output=True, text=True, timeout=300
+        ["node", "lines.mjs"], cwd=outputs, capture_output=True, text=True, timeout=900
     )
     assert process.returncode == 0, process.stderr[-2000:]
     return json.loads(process.stdout.strip().splitlines()[-1])
@@ -267,7 +267,7 @@ def test_sentence_transformers_onnx_example(outputs, expected):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert process.returncode == 0, process.stderr[-2000:]
 

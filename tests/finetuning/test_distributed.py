@@ -73,7 +73,7 @@ def both_ways(folder, name, arguments, single, double):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, f"neobert {name} failed in two processes:\n{run.stderr[-3000:]}"
     return outputs

@@ -35,7 +35,7 @@ def run_script(*arguments, **kwargs):
         [sys.executable, str(SCRIPT), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         **kwargs,
     )
 
@@ -70,7 +70,7 @@ def write_distributed(folder, engine):
     # A process that aborts prints its stack trace.
     environment["PYTHONFAULTHANDLER"] = "1"
 
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr[-3000:]
     return folder
 

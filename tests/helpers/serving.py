@@ -97,7 +97,7 @@ def server_process(*words: str, env: dict[str, str] | None = None) -> Iterator[t
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

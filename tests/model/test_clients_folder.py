@@ -79,7 +79,7 @@ def run(*arguments, cwd=ROOT, stdin=None, code=0):
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert process.returncode == code, process.stderr[-3000:]
     return process.stdout if code == 0 else process.stderr

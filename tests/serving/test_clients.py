@@ -67,7 +67,7 @@ def test_client(name, address, embeddings, scores, classifier):
         input=json.dumps({"texts": TEXTS, "key": KEY}),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert process.returncode == 0, f"The client {name} failed:\n{process.stderr[-3000:]}"
     results = json.loads(process.stdout.splitlines()[-1])["results"]
@@ -121,7 +121,7 @@ def test_serving_page_snippets(snippet, address, reranker, classifier):
         env={**os.environ, "HF_HUB_OFFLINE": "0", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert process.returncode == 0, f"The snippet failed:\n{process.stderr[-3000:]}"
     results = {}

@@ -354,7 +354,7 @@ def test_two_processes_stop_at_the_same_step_and_share_the_lock(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=900,
         )
 
     assert process.returncode == 0, process.stderr[-3000:]

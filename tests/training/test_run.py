@@ -259,7 +259,7 @@ def test_all_processes_save_and_the_main_process_writes(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
     assert process.returncode == 0, process.stderr[-3000:]
