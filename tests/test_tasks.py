@@ -33,7 +33,7 @@ SMALL = {
     "predict with the classifier from the first row": ([[]], "40 rows"),
     "embed a corpus": ([[]], "embeddings.parquet"),
     "search in a corpus": ([[], []], "found in"),
-    "train an encoder on pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
+    "train an encoder on pairs of texts": ([["--max-steps=2"]], "runs/encoder/modules.json"),
     "evaluate retrieval on pairs": ([[]], "MRR"),
     "distill a smaller encoder, without labels": (
         [["--max-steps=2"]],
@@ -58,7 +58,7 @@ SMALL = {
         ["--seeds=1 --num-train-epochs=1 --max-length=16 --batch-size=8".split()],
         "runs/glue/table.md",
     ),
-    "evaluate on MTEB or NanoBEIR": ([[]], "results/mteb/table.md"),
+    "evaluate on MTEB or NanoBEIR": ([[]], "runs/mteb/table.md"),
     "measure quality by text length": (
         ["--max-texts=2 --lengths=16 --positions=4".split()],
         "runs/pseudo_perplexity/pseudo_perplexity.csv",

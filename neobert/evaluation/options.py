@@ -134,6 +134,6 @@ OPTIONS: dict[str, OptionParser[Any]] = {
         "Evaluate an encoder on MTEB and NanoBEIR with the mteb package. Batches are packed, and "
         "an interrupted evaluation resumes.",
         MtebOptions,
-        "neobert mteb --model runs/encoder --tasks STS12 --output results/mteb",
+        "neobert mteb --model runs/encoder --tasks STS12 --output runs/mteb",
     ),
 }

@@ -111,7 +111,7 @@ class EvaluationOptions(OptionGroup):
         None,
         "Metric that selects the checkpoint. By default accuracy for classification, micro_f1 for "
         "multi-label classification and spearman for regression; token classification always uses "
-        "the F1 of entities.",
+        "the F1 of entities, or the accuracy of words if the tags are not BIO tags.",
     )
     patience: Annotated[int, Meta(ge=1)] | None = option(
         None,

@@ -335,6 +335,6 @@ Implementations (--implementations):
   ...-packed         batches are packed before the call
   ...-compiled       with every block compiled""",
         ThroughputOptions,
-        "neobert throughput --preset cpu --output results/throughput_cpu",
+        "neobert throughput --preset cpu --output runs/throughput",
     ),
 }

@@ -41,7 +41,7 @@ def encode(
         sentences: A text or several texts.
         batch_size: Maximum number of texts that are computed at once.
         normalize: Scale the embeddings to length 1, as the model of `load` does. Otherwise they
-            are the means of the token embeddings.
+            are the means of the last hidden states.
 
     Returns:
         Embeddings as float32, of shape (len(sentences), 384), or (384,) for one text.
