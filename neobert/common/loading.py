@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 from .constants import DEFAULT_CPU_BATCH_TOKENS, DEFAULT_CUDA_BATCH_TOKENS, PACKAGE
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("neobert.loading")
 
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
 
 # Dtypes of weights in a file, by the names of options.
@@ -239,6 +242,48 @@ def model_file(model: str | Path, name: str) -> Path | None:
     except OSError:
         return None
     return Path(path) if path else None
+
+
+def tensor_names(model: str | Path) -> list[str] | None:
+    """Return the names of the tensors of a model, or None if it has no safetensors files.
+
+    Args:
+        model: Directory of a model, or its name on the Hub.
+    """
+    if index := model_file(model, WEIGHTS_INDEX):
+        return list(read_json(index)["weight_map"])
+    path = model_file(model, WEIGHTS)
+    if path is None:
+        return None
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def check_all_weights_stored(name: str | Path, model: "PreTrainedModel") -> None:
+    """Check that the files of a NeoBERT contain all of its weights.
+
+    transformers initializes missing weights randomly, so every process would have another model.
+
+    Args:
+        name: Directory of the model, or its name on the Hub.
+        model: Model that was loaded from there.
+
+    Raises:
+        UserError: If weights are missing.
+    """
+    # An adapter has its own files, and adds parameters to the model.
+    stored = None if model_file(name, "adapter_config.json") else tensor_names(name)
+    if model.config.model_type != "neobert" or stored is None:
+        return
+    # The names of the backbone have this prefix in a model with a head, but not in a backbone.
+    prefix = f"{model.base_model_prefix}."
+    stored_names = {name.removeprefix(prefix) for name in stored}
+    missing = [name for name in model.state_dict() if name.removeprefix(prefix) not in stored_names]
+    if missing:
+        raise UserError(
+            f"the weights of {name} lack {listed(missing, 3)}. Save the model again after training "
+            "it, or download it again."
+        )
 
 
 def check_trained_head(

@@ -53,13 +53,9 @@ def format_instruction(template: str, instruction: str) -> str:
 
 def check_template(template: str) -> None:
     """Raise UserError unless a template contains `{instruction}` and no other braces."""
-    # A template without the field is unchanged by `format`. Other braces raise an error.
-    try:
-        if template.format(instruction="x") != template:
-            return
-    except (KeyError, IndexError, ValueError):
-        pass
-    raise UserError(
-        "`instruction_template` must contain {instruction} and no other braces, got "
-        f"{template!r}."
-    )
+    rest = template.replace("{instruction}", "")
+    if rest == template or "{" in rest or "}" in rest:
+        raise UserError(
+            "`instruction_template` must contain {instruction} and no other braces, got "
+            f"{template!r}."
+        )

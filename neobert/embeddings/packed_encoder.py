@@ -19,6 +19,7 @@ from ..common.constants import DTYPES, POOLINGS, TOKENIZER
 from ..common.environment import processor_units
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
+    check_all_weights_stored,
     check_model,
     choose_device,
     choose_dtype,
@@ -119,13 +120,12 @@ def load_sentence_transformer(
                 modules=[transformer, modules.Pooling(hidden_size, pooling or "mean")],
                 device=str(device),
             )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}.") from error
 
-    if not hasattr(encoder[0], "auto_model"):
-        raise UserError(
-            f"`model` must start with a transformer, got {type(encoder[0]).__name__} in {model}."
-        )
+    _check_transformer(encoder)
+    auto_model: Any = encoder[0].auto_model
+    check_all_weights_stored(model, auto_model)
     model_pooling, _ = _pooling(list(encoder.children()))
     if pooling is not None and pooling != model_pooling:
         raise UserError(
@@ -133,9 +133,15 @@ def load_sentence_transformer(
             f"got {pooling}."
         )
     # More tokens than the model has positions would fail, or give wrong embeddings.
-    limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
+    limits = [max_length or encoder.max_seq_length, position_limit(auto_model)]
     encoder.max_seq_length = min((limit for limit in limits if limit), default=None)
     return encoder.eval()
+
+
+def _check_transformer(encoder: "SentenceTransformer") -> None:
+    """Raise UserError if the first module of a SentenceTransformer is not a transformer."""
+    if not hasattr(encoder[0], "auto_model"):
+        raise UserError(f"`model` must start with a transformer, got {type(encoder[0]).__name__}.")
 
 
 def _load(
@@ -213,8 +219,8 @@ class PackedEncoder:
     Args:
         model: Directory, Hub name, or SentenceTransformer.
         dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
-            and in float32 an embedding does not depend on the other texts of the batch. A
-            SentenceTransformer keeps its dtype.
+            and float32 on a CPU, the embeddings of a NeoBERT that runs packed do not depend on the
+            other texts of the batch. A SentenceTransformer keeps its dtype.
         device: Device of the model; by default CUDA if it is available.
         batch_tokens: Maximum number of tokens per batch; by default 65,536 on CUDA, and
             3,072 elsewhere.
@@ -262,6 +268,7 @@ class PackedEncoder:
             _check_settings(dtype, settings)
             model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         else:
+            _check_transformer(model)
             _check_arguments(model, dtype, settings)
         self.sentence_transformer: Any = model.to(self.device).eval()
 

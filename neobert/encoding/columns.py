@@ -71,17 +71,9 @@ def copied_columns(
     if corpus.keep is not None:
         names = [name.strip() for name in ",".join(corpus.keep).split(",")]
 
-    reserved = ["embedding"]
-    if has_windows:
-        reserved += WINDOW_COLUMNS
-    if taken := [name for name in names if name in reserved]:
-        raise UserError(
-            f"`keep` must not contain the output's own columns ({listed(reserved)}), got "
-            f"{listed(taken)}. Rename the column of the input, or omit it."
-        )
-
     # The suffix :text requests a string, unless it is part of a column's name. Texts of JSON and
-    # CSV files are always strings, so a text such as "42" does not become a number.
+    # CSV files are always strings, so a text such as "42" does not become a number. A type of None
+    # is still unknown.
     is_typed = first.format == ".parquet"
     types = {}
     for name in filter(None, names):
@@ -90,18 +82,25 @@ def copied_columns(
         is_text = is_text or (name == corpus.text_column and not is_typed)
         types[column] = pyarrow.string() if is_text else None
 
-    # A type of None is still unknown. A column that is missing in the input is reported later, when
-    # the rows are read.
+    reserved = ["embedding", *(WINDOW_COLUMNS if has_windows else ())]
+    if taken := [name for name in types if name in reserved]:
+        raise UserError(
+            f"`keep` must not contain the output's own columns ({listed(reserved)}), got "
+            f"{listed(taken)}. Rename the column of the input, or omit it."
+        )
+    if missing := [name for name in types if name not in schema.names]:
+        raise UserError(
+            f"{first.url} has no column {missing[0]!r}, only {data.listed_columns(schema.names)}. "
+            "Correct --keep."
+        )
+
     if is_typed:
         input_types = {field.name: without_views(field.type) for field in schema}
     else:
         untyped = [name for name, arrow_type in types.items() if arrow_type is None]
         input_types = inferred_types(files, untyped)
     return pyarrow.schema(
-        [
-            (name, arrow_type or input_types.get(name, pyarrow.string()))
-            for name, arrow_type in types.items()
-        ]
+        [(name, arrow_type or input_types[name]) for name, arrow_type in types.items()]
     )
 
 

@@ -31,8 +31,9 @@ class CorpusOptions(OptionGroup):
     keep: list[str] | None = option(
         None,
         "Columns to copy with their types; NAME:text copies a column as text. By default `id`, if "
-        "the input has this column.",
+        'the input has this column; --keep "" copies no column.',
         metavar="NAME",
+        may_be_empty=True,
     )
     rows: Annotated[int, Meta(ge=1)] = option(
         8192, "Maximum number of rows of an input file in one part of the output."

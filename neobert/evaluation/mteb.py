@@ -28,6 +28,7 @@ from ..common.loading import choose_device
 from ..common.options import log_options
 from ..common.results import check_result_files
 from ..embeddings.instructions import read_instructions
+from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
 from .options import BENCHMARKS, OPTIONS, MtebOptions
@@ -72,6 +73,7 @@ def main(
         options.inference.batch_tokens,
         **options.encoder.settings(),
     )
+    check_limit("max_length", options.encoder.max_length, encoder.max_length)
     report = evaluate(encoder, options, tasks)
 
     # If a task fails, the results of the other tasks are kept, and the command fails after all.

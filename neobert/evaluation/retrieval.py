@@ -18,6 +18,7 @@ from ..common.data import JSON_FORMATS, files, numbered_rows, replace_surrogates
 from ..common.errors import UserError
 from ..common.loading import choose_device
 from ..common.options import log_options
+from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import load_sentence_transformer
 from .options import OPTIONS
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     queries = read_queries(options.data.pairs)
     device = choose_device(options.data.device)
     model = load_sentence_transformer(name, device, **options.encoder.settings())
+    check_limit("max_length", options.encoder.max_length, model.max_seq_length)
 
     metrics = describe_metrics(evaluate_retrieval(model, queries))
     counts = f"{len(queries.relevant):,} queries among {len(queries.texts):,} texts"
@@ -109,7 +111,7 @@ def queries_from_rows(pairs: Iterable[Mapping[str, Any]]) -> Queries:
 
 
 def negative_columns(path: str) -> list[str]:
-    """Return the columns of a local file that contain negatives."""
+    """Return the columns of a file, a directory or a URL that contain negatives."""
     # A dictionary removes duplicates, and keeps the order of the columns.
     columns: dict[str, None] = {}
     for file in files(path):

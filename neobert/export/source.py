@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from ..common.errors import UserError, listed, one_line, require
 from ..common.files import read_json
-from ..common.loading import load_tokenizer
+from ..common.loading import WEIGHTS, WEIGHTS_INDEX, load_tokenizer, tensor_names
 from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.sentence_transformers_files import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
@@ -21,10 +20,6 @@ from ..conversion.command import convert_checkpoint
 from ..conversion.heads import Head, HeadName, choose_head
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 from .options import CardOptions, ModelOptions
-
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
         if not _is_hub_folder(folder):
             if modules or (model_path / "adapter_config.json").is_file():
                 raise UserError(
-                    f"{folder} has no config.json with {_WEIGHTS}. Merge an adapter into its "
+                    f"{folder} has no config.json with {WEIGHTS}. Merge an adapter into its "
                     "model first (`merge_and_unload`)."
                 )
             # Everything else must be a raw training checkpoint, which is converted first.
@@ -194,7 +189,7 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
 
 def _is_hub_folder(folder: Path) -> bool:
     """Return whether a directory contains a configuration and safetensors weights."""
-    has_weights = (folder / _WEIGHTS).is_file() or (folder / _INDEX).is_file()
+    has_weights = (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file()
     return has_weights and (folder / "config.json").is_file()
 
 
@@ -251,14 +246,6 @@ def _load_pooling(folder: Path, modules: Sequence[_Module], truncate_dim: int | 
     return Pooling(
         pooling_mode(config), config.get("include_prompt", True), tuple(loaded), truncate_dim
     )
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    """Return the names of the tensors of a Hub folder."""
-    if (folder / _INDEX).is_file():
-        return list(read_json(folder / _INDEX)["weight_map"])
-    with safe_open(folder / _WEIGHTS, framework="pt") as file:
-        return list(file.keys())
 
 
 def _load_source(
@@ -344,7 +331,7 @@ def _load_model(folder: Path, head_option: HeadName | None) -> tuple[Head, nn.Mo
         if fields.get("model_type") != "neobert":
             raise UserError(f"{folder} must be a NeoBERT, got a {fields.get('model_type')} model.")
         config: Any = NeoBERTConfig.from_pretrained(folder)
-        head, _ = choose_head(_tensor_names(folder), head_option, config.architectures or ())
+        head, _ = choose_head(tensor_names(folder) or (), head_option, config.architectures or ())
         if head.has_choices:
             raise UserError("multiple-choice models cannot be exported: no engine supports them.")
         model_class: Any = head.model_class

@@ -31,6 +31,7 @@ from ..common.loading import (
 from ..common.packing import pack
 from ..common.task_file import read_task_file
 from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
+from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import token_batches
 from ..embeddings.windows import WindowSettings, text_windows
 from ..encoding.manifest import Truncation
@@ -207,11 +208,7 @@ class PackedClassifier:
         # An option above the limit is an error, but a default is reduced to the limit.
         limit = text_limit(self.model, self.tokenizer)
         max_length = options.long_texts.max_length or record.max_length
-        if options.long_texts.max_length and limit and max_length > limit:
-            raise UserError(
-                f"`max_length` must be at most {limit:,}, the length of the model, got "
-                f"{max_length:,}."
-            )
+        check_limit("max_length", options.long_texts.max_length, limit)
         self.max_length = min(max_length, limit or max_length)
 
         self.windows: WindowSettings | None = None
@@ -259,15 +256,8 @@ class PackedClassifier:
         """Return the settings of windows that are as long as the model allows.
 
         Raises:
-            UserError: If the model classifies pairs, the tokenizer has no offsets, or the overlap
-                is too large.
+            UserError: If the tokenizer has no offsets, or the overlap is too large.
         """
-        if len(self.task.text_columns) > 1:
-            raise UserError(
-                "`--long-texts windows` needs one text column, got a model of pairs. Use "
-                "--long-texts truncate."
-            )
-
         # Special tokens are added to every window, and count toward the maximum length.
         special = self.tokenizer.num_special_tokens_to_add()
         window = max(1, self.max_length - special)

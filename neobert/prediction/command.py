@@ -26,7 +26,7 @@ from ..common.folders import check_disjoint, new_file
 from ..common.identity import model_digest
 from ..common.loading import check_model
 from ..common.options import identity, log_options
-from ..common.output import Output, differences, is_record_of
+from ..common.output import RUN, Output, differences, is_record_of
 from ..encoding.manifest import Truncation
 from ..finetuning.rows import parsed_list
 from ..finetuning.text_tasks import CLASSIFICATION, MULTI_LABEL, TOKENS
@@ -111,16 +111,20 @@ def predict(options: PredictOptions, progress_bar: bool = True) -> Summary:
     if run.is_finished():
         logger.info("%s: the output is already complete. Nothing is written.", options.data.output)
         # A run that was killed after it had written the output has left its parts.
-        shutil.rmtree(run.work, ignore_errors=True)
-        return Summary.from_json(read_json(run.record_path)["summary"])
+        run.remove_parts()
+        return run.finished_summary()
 
     # Invalid input is refused before anything is written.
     writer = run.prepare()
     # Another process with the same output is refused while this one is running.
     with run.work_folder.claim():
-        parts, summary = run.write_parts(writer, progress_bar)
-        run.join(writer.table, parts, summary)
-    shutil.rmtree(run.work, ignore_errors=True)
+        # It may have finished since the first check.
+        if run.is_finished():
+            summary = run.finished_summary()
+        else:
+            parts, summary = run.write_parts(writer, progress_bar)
+            run.join(writer.table, parts, summary)
+    run.remove_parts()
     return summary
 
 
@@ -201,6 +205,16 @@ class Prediction:
             )
         return True
 
+    def finished_summary(self) -> Summary:
+        """Return the summary of a complete output."""
+        return Summary.from_json(read_json(self.record_path)["summary"])
+
+    def remove_parts(self) -> None:
+        """Remove the directory of the parts, unless another program has written it."""
+        record_path = self.work / RUN
+        if record_path.is_file() and is_record_of(COMMAND, read_json(record_path)):
+            shutil.rmtree(self.work, ignore_errors=True)
+
     def prepare(self) -> "PartWriter":
         """Read the task of the model, check the columns of the input, and return the writer.
 
@@ -213,6 +227,11 @@ class Prediction:
         record = dataclasses.replace(
             record, task=dataclasses.replace(record.task, text_columns=text_columns)
         )
+        if self.options.long_texts.long_texts == "windows" and len(text_columns) > 1:
+            raise UserError(
+                "`--long-texts windows` needs one text column, got a model of pairs. Use "
+                "--long-texts truncate."
+            )
         all_probabilities = self.options.data.probabilities
         if all_probabilities and record.task.name not in (CLASSIFICATION, MULTI_LABEL):
             raise UserError(
@@ -225,8 +244,7 @@ class Prediction:
         predictions = output_columns(record.task, all_probabilities, is_split)
         return PartWriter(
             record=record,
-            table=Table.for_files(self.files, self.format, columns, predictions),
-            format=self.format,
+            table=Table.for_files(self.files, self.format, columns, text_columns, predictions),
             has_word_lists=has_word_lists,
             all_probabilities=all_probabilities,
         )
@@ -312,6 +330,8 @@ class Prediction:
         A part is a range of the rows of one file. The rows of a finished part are None.
         """
         size = self.options.data.rows
+        # A part of this run is written after its rows have been read.
+        finished_parts = {path.stem for path in self.work.glob("*.json")}
         number = 0
         for file in self.files:
             # The parts of all files are numbered in one sequence, which continues in the next file.
@@ -319,8 +339,7 @@ class Prediction:
 
             # A default argument binds the current value: a closure would see that of later files.
             def is_wanted(row: int, first: int = first) -> bool:
-                path = self.work / f"{first + row // size:06d}.json"
-                return not path.is_file()
+                return f"{first + row // size:06d}" not in finished_parts
 
             # Rows of finished parts are counted, but not decoded.
             numbered = data.numbered_rows(file, is_wanted=is_wanted)
@@ -351,14 +370,12 @@ class PartWriter:
     Attributes:
         record: Task of the model.
         table: Columns and format of the output.
-        format: Suffix of the output file, such as ".jsonl".
         has_word_lists: Whether the texts are lists of words.
         all_probabilities: Whether to store the probabilities of all labels.
     """
 
     record: TaskRecord
     table: Table
-    format: str
     has_word_lists: bool
     all_probabilities: bool
 
@@ -412,10 +429,10 @@ class PartWriter:
         Raises:
             UserError: If the row lacks a column, or has one that the output cannot contain.
         """
-        # In .jsonl, each row has its own columns.
         text_columns = self.record.task.text_columns
         needed: Sequence[str] = text_columns
-        if self.format != ".jsonl":
+        # The rows of a .jsonl output may have different columns.
+        if self.table.format != ".jsonl":
             needed = (*text_columns, *self.table.input_columns)
         missing = [name for name in needed if name not in row]
         if missing:
@@ -432,7 +449,7 @@ class PartWriter:
                 f"{position}: the column {conflicts[0]!r} has the name of a prediction. Rename the "
                 "column."
             )
-        if added and self.format != ".jsonl":
+        if added and self.table.format != ".jsonl":
             raise UserError(
                 f"{position}: the first row has no column {added[0]!r}, so the output would lack "
                 "it. Add the column to the first row, or write to .jsonl."

@@ -84,6 +84,7 @@ class Table:
         files: Sequence[data.File],
         output_format: str,
         input_columns: Sequence[str],
+        text_columns: Sequence[str],
         prediction_columns: Mapping[str, pyarrow.DataType],
     ) -> "Table":
         """Return the table of input files and predictions.
@@ -92,6 +93,7 @@ class Table:
             files: Input files.
             output_format: ".csv", ".jsonl" or ".parquet".
             input_columns: Columns of the input.
+            text_columns: Those of them that contain the texts.
             prediction_columns: Columns of the predictions, {name: type}.
 
         Raises:
@@ -115,7 +117,10 @@ class Table:
             input_schema = data.schema(first)
             fields = [(name, input_schema.field(name).type) for name in input_columns]
         else:
-            fields = [*inferred_types(files, input_columns).items()]
+            # A text such as "42" does not become a number.
+            types = dict.fromkeys(text_columns, pyarrow.string())
+            types |= inferred_types(files, [name for name in input_columns if name not in types])
+            fields = [(name, types[name]) for name in input_columns]
         schema = pyarrow.schema([*fields, *prediction_columns.items()])
         return cls(output_format, tuple(input_columns), prediction_columns, schema)
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -96,7 +97,7 @@ class WorkerApplication:
 
     async def announce(self) -> None:
         """Log the start of the server, once, when it accepts connections."""
-        if self.announcer.acquire(block=False):
+        if self.announcer.acquire(False):
             logger.info(self._description)
 
 
@@ -178,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A URL contains an IPv6 address in brackets.
     host = f"[{options.server.host}]" if ":" in options.server.host else options.server.host
 
-    announcer = multiprocessing.get_context("spawn").Semaphore(1)
+    announcer: Any = threading.Semaphore(1)
+    if options.server.workers > 1:
+        # This semaphore starts a process that keeps track of it.
+        announcer = multiprocessing.get_context("spawn").Semaphore(1)
     application = WorkerApplication(options, f"http://{host}:{port}", listener, announcer)
 
     config = server_config(options, application)

@@ -81,8 +81,8 @@ def describe_validation(error: dict[str, Any]) -> str:
     for part in error["loc"][1:]:
         if isinstance(part, int):
             path += f"[{part}]"
+        # "text" and "tokens" are the tags of the union of texts and token ids.
         elif part not in ("text", "tokens"):
-            # These are the tags of the union of texts and token ids.
             path += f".{part}" if path else part
 
     name = f"`{path}`" if path else "the body"
@@ -90,4 +90,5 @@ def describe_validation(error: dict[str, Any]) -> str:
         return f"{name} is required."
     # pydantic describes a rule with should, the messages of this package with must.
     rule = re.sub(r"^(Input|List|String|Value) should ", "must ", error["msg"])
+    rule = re.sub(r" after validation, not (\d+)$", r", got \1", rule)
     return f"{name} {rule}."

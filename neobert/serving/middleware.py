@@ -6,6 +6,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Collection
 
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_response
@@ -43,7 +44,8 @@ class RequestGate:
     ) -> None:
         self.app = app
         self.timeout = timeout
-        self.routes = frozenset(routes)
+        # Regular expression of each route, with the label of the route in the metrics.
+        self._labels = [compile_path(path)[:2] for path in routes]
         self.metrics = metrics
         self._api_key = None if api_key is None else api_key.encode()
         # Size of the bodies of all requests in progress.
@@ -60,12 +62,16 @@ class RequestGate:
         try:
             await self._handle(scope, receive, response)
         finally:
-            # Arbitrary paths would create a time series each.
-            route = scope["path"] if scope["path"] in self.routes else "other"
+            route = self._label(scope["path"])
             # Starlette answers with 500 after an exception.
             status = response.status or 500
             self.metrics.requests.labels(route, status).inc()
             self.metrics.request_seconds.labels(route).observe(time.perf_counter() - start)
+
+    def _label(self, path: str) -> str:
+        """Return the label of a path in the metrics, such as "/v1/models/{name}"."""
+        # Arbitrary paths would create a time series each.
+        return next((label for pattern, label in self._labels if pattern.match(path)), "other")
 
     async def _handle(self, scope: Scope, receive: Receive, response: "_Response") -> None:
         """Read the body of a request, and run its route or refuse the request."""

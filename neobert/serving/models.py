@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
+    check_all_weights_stored,
     check_model,
     check_regression_dtype,
     check_trained_head,
@@ -285,13 +286,8 @@ class Classifier:
             raise UserError(
                 f"`reranker` must be a NeoBERT CrossEncoder with one score per pair, got {folder}."
             )
-        # A CrossEncoder initializes a missing head randomly, and does not return its missing keys.
-        architectures = encoder.model.config.architectures or ["unknown"]
-        if not architectures[0].endswith("ForSequenceClassification"):
-            raise UserError(
-                f"`reranker` must have a trained classification head, got {folder} with the "
-                f"architecture {architectures[0]}."
-            )
+        # A CrossEncoder does not return the names of the weights that it initialized randomly.
+        check_all_weights_stored(folder, encoder.model)
 
         # sentence-transformers before 5.4 has no prompts here.
         prompt = ""

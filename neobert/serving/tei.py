@@ -69,11 +69,11 @@ class PredictBody(TeiBody):
     @model_validator(mode="before")
     @classmethod
     def _wrap_single(cls, data: Any) -> Any:
-        # pydantic reports a body that is no object.
-        if not isinstance(data, dict):
+        # pydantic reports a body that is no object, and one without inputs.
+        if not isinstance(data, dict) or "inputs" not in data:
             return data
 
-        inputs = data.get("inputs")
+        inputs = data["inputs"]
         if isinstance(inputs, str):
             return {**data, "inputs": [[inputs]], "is_batch": False}
 

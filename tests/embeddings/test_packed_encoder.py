@@ -1,5 +1,8 @@
 """Tests of `PackedEncoder`: embeddings, batches, the CPU forward pass, lengths, and dtypes."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,8 @@ from helpers.encode_runs import (
     texts_of_many_lengths,
     truncation_of,
 )
+from helpers.serving import ENCODER
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     Normalize,
@@ -96,15 +101,31 @@ def test_other_architectures_run_in_sentence_transformers(tmp_path, tokenizer_di
 
 
 def test_a_model_without_a_transformer_is_refused(tmp_path, tokenizer_dir):
-    """A sentence encoder whose first module is no transformer is an error with its module."""
+    """A sentence encoder whose first module is no transformer is an error, also if it is loaded."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     module = StaticEmbedding(tokenizer.backend_tokenizer, embedding_dim=8)
-    SentenceTransformer(modules=[module], device="cpu").save_pretrained(str(tmp_path))
-    with pytest.raises(UserError) as error:
-        PackedEncoder(str(tmp_path), dtype="float32", device="cpu")
-    assert str(error.value) == (
-        f"`model` must start with a transformer, got StaticEmbedding in {tmp_path}."
-    )
+    loaded = SentenceTransformer(modules=[module], device="cpu")
+    loaded.save_pretrained(str(tmp_path))
+    for model, arguments in ((str(tmp_path), {"dtype": "float32"}), (loaded, {})):
+        with pytest.raises(UserError) as error:
+            PackedEncoder(model, device="cpu", **arguments)
+        assert str(error.value) == "`model` must start with a transformer, got StaticEmbedding."
+
+
+def test_weights_that_are_missing_or_do_not_fit_are_refused(tmp_path):
+    """An encoder without some of its weights would have other embeddings in every process."""
+    model = shutil.copytree(ENCODER, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    missing = {name: value for name, value in weights.items() if "0.qkv" not in name}
+    save_file(missing, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model lack transformer_encoder.0.qkv.weight. Save the"):
+        PackedEncoder(str(model), dtype="float32", device="cpu")
+
+    model = shutil.copytree(ENCODER, tmp_path / "other_shape")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 30000}))
+    with pytest.raises(UserError, match="other_shape cannot be loaded: "):
+        PackedEncoder(str(model), dtype="float32", device="cpu")
 
 
 @pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"max_length": 16}, {"nonsense": 3}])

@@ -692,6 +692,14 @@ BAD = [
         ["corpus.jsonl", "out", "--keep", "embedding"],
         "`keep` must not contain the output's own columns .*, got embedding.",
     ),
+    (
+        ["corpus.jsonl", "out", "--keep", "embedding:text"],
+        "`keep` must not contain the output's own columns .*, got embedding.",
+    ),
+    (
+        ["corpus.jsonl", "out", "--keep", "nn:text"],
+        "corpus.jsonl has no column 'nn', only id, text, n. Correct --keep.",
+    ),
     (["twice", "out"], "different names without their suffixes, got a.b.jsonl, a.b.jsonl.gz."),
     (["bad.jsonl", "out"], "bad.jsonl, row 2: 'text' must be text, got null"),
 ]
@@ -712,6 +720,24 @@ def test_invalid_input_is_reported(corpus, model_folder, tmp_path, monkeypatch, 
     with pytest.raises(UserError, match=message):
         main([*arguments, "--dtype", "float32", *model])
     assert not list(tmp_path.glob("out/*.parquet"))
+
+
+def test_a_misspelled_column_can_be_corrected(corpus, model_folder, encoder, tmp_path):
+    """A wrong value of --keep is reported before the output records the options."""
+    with pytest.raises(UserError, match="has no column 'idd', only id, text, n. Correct --keep."):
+        embed(corpus, tmp_path / "out", model_folder, encoder, keep=["idd"])
+    embed(corpus, tmp_path / "out", model_folder, encoder, keep=["id"])
+
+
+def test_no_column_is_copied(model_folder, encoder, tmp_path):
+    """With `--keep ""`, rows may lack the column `id`."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "an eagle", "id": 1}, {"text": "a violin"}])
+    options = OPTIONS["encode"].read(
+        [str(tmp_path / "a.jsonl"), str(tmp_path / "out"), "--model", "model", "--keep", ""]
+    )
+    assert options.corpus.keep == [""]
+    embed(tmp_path / "a.jsonl", tmp_path / "out", model_folder, encoder, keep=[""])
+    assert read_parquet(tmp_path / "out")[0].column_names == ["embedding"]
 
 
 def test_error_names_row_of_non_finite_embedding(tmp_path, model_folder):

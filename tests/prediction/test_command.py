@@ -716,6 +716,55 @@ def test_input_without_the_text_column_leaves_no_files(tmp_path, model):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_windows_of_pairs_leave_no_files(tmp_path, model):
+    """`--long-texts windows` with a model of pairs is refused before anything is written."""
+    arguments = ("--text-column", "text", "other", "--long-texts", "windows")
+    pair_model = write_classifier(tmp_path / "pairs")
+    write_task(pair_model, text_columns=["text", "other"])
+    with pytest.raises(UserError, match="`--long-texts windows` needs one text column, got a mod"):
+        run(tmp_path, [{"text": "a", "other": "b"}], pair_model, *arguments)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_texts_stay_strings_in_parquet(tmp_path, model):
+    """The texts of a CSV file are strings in parquet, although all of them are integers."""
+    source, output = tmp_path / "rows.csv", tmp_path / "out.parquet"
+    source.write_text("text,code\n42,7\n7,8\n")
+    predict(OPTIONS["predict"].read([str(source), str(output), "--model", str(model)]), False)
+    table = pyarrow.parquet.read_table(output)
+    assert [str(table.schema.field(name).type) for name in ("text", "code")] == ["string", "int64"]
+    assert table["text"].to_pylist() == ["42", "7"]
+
+
+def test_a_directory_of_the_user_is_kept(tmp_path, model):
+    """A finished run removes its own directory of parts only."""
+    run(tmp_path, rows_of(TEXTS), model)
+    parts = tmp_path / "out.jsonl.work"
+    parts.mkdir()
+    (parts / "notes.txt").write_text("mine")
+    run(tmp_path, [], model)
+    assert (parts / "notes.txt").read_text() == "mine"
+
+    (parts / "run.json").write_text('{"neobert": "predict", "settings": {}}')
+    run(tmp_path, [], model)
+    assert not parts.exists()
+
+
+def test_output_of_another_process_is_not_written_again(tmp_path, model, monkeypatch):
+    """A run whose output another process has completed in the meantime predicts nothing."""
+    expected, summary = run(tmp_path, rows_of(TEXTS), model)
+    calls = []
+    is_finished = command.Prediction.is_finished
+    monkeypatch.setattr(
+        command.Prediction,
+        "is_finished",
+        lambda self: calls.append(1) or (len(calls) > 1 and is_finished(self)),
+    )
+    monkeypatch.setattr(command, "PackedClassifier", None)
+    assert run(tmp_path, [], model) == (expected, summary) and len(calls) == 2
+    assert not (tmp_path / "out.jsonl.work").exists()
+
+
 def test_existing_files_are_kept(tmp_path, model):
     """A file that the command did not write is never replaced."""
     (tmp_path / "out.jsonl").write_text("mine")

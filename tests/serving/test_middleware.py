@@ -263,11 +263,14 @@ def test_requests_are_counted_by_route_and_status(client):
         lines = client.get("/metrics").text.splitlines()
         return next((float(x.removeprefix(line)) for x in lines if x.startswith(line)), 0)
 
-    before = [count("/embed", 200), count("/embed", 400), count("other", 404)]
+    labels = [("/embed", 200), ("/embed", 400), ("other", 404), ("/v1/models/{name}", 200)]
+    before = [count(*label) for label in labels]
     client.post("/embed", json={"inputs": "a"})
     client.post("/embed", json={})
     client.get("/a")
     client.get("/b")
-    after = [count("/embed", 200), count("/embed", 400), count("other", 404)]
-    assert [new - old for new, old in zip(after, before)] == [1, 1, 2]
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    assert client.get(f"/v1/models/{name}").status_code == 200
+    after = [count(*label) for label in labels]
+    assert [new - old for new, old in zip(after, before)] == [1, 1, 2, 1]
     assert 'route="/a"' not in client.get("/metrics").text

@@ -261,8 +261,8 @@ def test_models_that_cannot_be_served_are_refused(classifier, tmp_path):
 @pytest.mark.parametrize(
     ("model_class", "num_labels", "kind", "message"),
     [
-        (NeoBERTModel, 1, "reranker", "must have a trained .* with the architecture NeoBERT."),
-        (NeoBERTForTokenClassification, 1, "reranker", "must have a trained .*ForTokenClassif"),
+        (NeoBERTModel, 1, "reranker", "lack dense.weight, dense.bias, classifier.w.* and 1 more."),
+        (NeoBERTForTokenClassification, 1, "reranker", "lack dense.weight, dense.bias. Save the"),
         (NeoBERTForTokenClassification, 3, "reranker", "cannot be loaded"),
         (NeoBERTForTokenClassification, 3, "classifier", "must have a trained"),
     ],

@@ -378,6 +378,8 @@ def test_a_document_without_text_is_refused(client, path, document):
         ("/embed", {"inputs": []}, 400, "`inputs` must have at least 1 item"),
         ("/embed", {"inputs": "a", "truncation_direction": "left"}, 400, "must be 'right' or"),
         ("/rerank", {"query": "a", "documents": ["b"]}, 400, "`texts` is required."),
+        ("/rerank", {"query": "a", "texts": []}, 400, "`texts` must have at least 1 item, got 0."),
+        ("/predict", {}, 400, "`inputs` is required."),
         ("/predict", {"inputs": 3}, 400, "`inputs` must be a valid list."),
         ("/predict", {"inputs": ["a", "b", "c"]}, 400, "`inputs[0]` must have at most 2 items"),
         ("/predict", {"inputs": [["a"], []]}, 400, "`inputs[1]` must have at least 1 item"),
