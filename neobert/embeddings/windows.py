@@ -2,16 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..common.errors import UserError
 from .spans import spans
-
-
-if TYPE_CHECKING:
-    from .packed_encoder import PackedEncoder
 
 
 # Default window size in tokens.
@@ -52,29 +48,7 @@ class WindowSettings:
     overlap: int
 
     @classmethod
-    def for_encoder(
-        cls,
-        encoder: "PackedEncoder",
-        prompt: str,
-        window: int | None = None,
-        overlap: int | None = None,
-    ) -> "WindowSettings":
-        """Return the settings for an encoder.
-
-        Args:
-            encoder: Encoder.
-            prompt: Text before each window.
-            window: Window size; by default 256, or the limit of the model if it is lower.
-            overlap: Overlap; by default one eighth of the window.
-
-        Raises:
-            UserError: If the model cannot encode such windows.
-        """
-        tokenizer = encoder.sentence_transformer.tokenizer
-        return cls.for_tokenizer(tokenizer, encoder.max_length, prompt, window, overlap)
-
-    @classmethod
-    def for_tokenizer(
+    def for_model(
         cls,
         tokenizer: Any,
         max_length: int | None,
@@ -82,7 +56,7 @@ class WindowSettings:
         window: int | None = None,
         overlap: int | None = None,
     ) -> "WindowSettings":
-        """Return the settings for a tokenizer and the length of its model, see `for_encoder`.
+        """Return the settings for a model.
 
         Args:
             tokenizer: Tokenizer of the model.
@@ -118,30 +92,6 @@ class WindowSettings:
         return cls(window, overlap)
 
 
-def tokenize_windows(
-    encoder: "PackedEncoder",
-    texts: Sequence[str],
-    prompt: str,
-    settings: WindowSettings,
-    lengths: list[int] | None = None,
-) -> Windows:
-    """Return the windows of texts, which contain every token.
-
-    Each window has the prompt and the special tokens, like a separate text.
-
-    Args:
-        encoder: Encoder.
-        texts: Texts.
-        prompt: Text before each window.
-        settings: Size and overlap of the windows.
-        lengths: List to which the length of each text with its prompt is appended.
-    """
-    # `WindowSettings.for_encoder` refuses encoders without a maximum length.
-    assert encoder.max_length is not None
-    tokenizer = encoder.sentence_transformer.tokenizer
-    return text_windows(tokenizer, encoder.max_length, texts, prompt, settings, lengths)
-
-
 def text_windows(
     tokenizer: Any,
     max_length: int,
@@ -151,10 +101,11 @@ def text_windows(
     lengths: list[int] | None = None,
     with_offsets: bool = False,
 ) -> Windows:
-    """Return the windows of texts for a tokenizer, see `tokenize_windows`.
+    """Return the windows of texts, which contain every token.
 
-    A text is tokenized once and its tokens are divided. Tokenizing each window would give other
-    tokens at the ends of windows that divide a word.
+    Each window has the prompt and the special tokens, like a separate text. A text is tokenized
+    once and its tokens are divided: tokenizing each window would give other tokens at the ends of
+    windows that divide a word.
 
     Args:
         tokenizer: Tokenizer with character offsets.

@@ -13,7 +13,7 @@ from ..common import __version__
 from ..common.data import File, numbered_rows
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
-from ..embeddings.windows import Windows, WindowSettings, tokenize_windows
+from ..embeddings.windows import Windows, WindowSettings, text_windows
 from .columns import WINDOW_COLUMNS
 from .manifest import Manifest, Truncation, encode_schema
 from .options import EmbeddingOptions, LongTextOptions, ModelOptions
@@ -74,8 +74,12 @@ class CorpusEncoder:
 
         self.windows: WindowSettings | None = None
         if long_texts.long_texts == "windows":
-            self.windows = WindowSettings.for_encoder(
-                encoder, self.prompt, long_texts.window, long_texts.overlap
+            self.windows = WindowSettings.for_model(
+                encoder.sentence_transformer.tokenizer,
+                encoder.max_length,
+                self.prompt,
+                long_texts.window,
+                long_texts.overlap,
             )
 
     def manifest(
@@ -133,8 +137,12 @@ class CorpusEncoder:
             truncation = Truncation.from_lengths(list(map(len, tokens)), lengths)
             return Windows(tokens, np.arange(len(texts))), truncation
 
+        # `WindowSettings.for_model` refuses models without a maximum length.
+        max_length = self.encoder.max_length
+        assert max_length is not None
+        tokenizer = self.encoder.sentence_transformer.tokenizer
+        windows = text_windows(tokenizer, max_length, texts, self.prompt, self.windows, lengths)
         # Windows contain all tokens of a text, so nothing is truncated.
-        windows = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
         return windows, Truncation.from_lengths(lengths, lengths)
 
     def embed(

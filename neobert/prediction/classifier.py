@@ -266,7 +266,7 @@ class PackedClassifier:
                 f"`overlap` must be less than {window}, `--max-length` without the special tokens, "
                 f"got {overlap}."
             )
-        return WindowSettings.for_tokenizer(
+        return WindowSettings.for_model(
             self.tokenizer, self.max_length, window=window, overlap=overlap
         )
 

@@ -28,6 +28,7 @@ from ..common.task_file import read_task_file
 from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
+from ..finetuning.text_tasks import TOKENS
 from ..quantization.int8 import quantize_int8
 from .options import MAX_CHARACTERS, MAX_TOTAL_CHARACTERS, ServeOptions
 
@@ -313,9 +314,17 @@ class Classifier:
         """Load a sequence classifier, with the temperature and the length of `neobert finetune`.
 
         Raises:
-            UserError: If it cannot be loaded, or is no NeoBERT classifier.
+            UserError: If it cannot be loaded, or is no NeoBERT classifier of texts.
         """
         check_model(folder)
+        # `neobert finetune` stores the task, the length and the temperature in task.json.
+        task = read_task_file(folder)
+        if task is not None and task["task"] == TOKENS:
+            raise UserError(
+                f"`classifier` must predict labels or values of texts, got {folder}, which "
+                "predicts labels of words. Use neobert predict."
+            )
+
         try:
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 folder,
@@ -339,13 +348,10 @@ class Classifier:
 
         model = model.to(choose_device(options.models.device)).eval()
         _quantize(model, dtype)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, options.encoder.trust_remote_code)
         # The smallest limit of the model, its tokenizer and its training applies.
         limits = [text_limit(model, tokenizer)]
         temperature = 1.0
-
-        # `neobert finetune` stores the length and the temperature in task.json.
-        task = read_task_file(folder)
         if task is not None:
             limits.append(task["max_length"])
             temperature = task["temperature"]

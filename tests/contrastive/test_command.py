@@ -277,6 +277,13 @@ def test_retrieval_texts_include_negatives(tmp_path):
     assert queries.relevant == {"a": {"p", "q"}} and sorted(queries.texts) == ["n", "p", "q"]
 
 
+def test_retrieval_does_not_reduce_the_maximum_length(model_folder, tmp_path):
+    """A `--max-length` above the limit of the model is refused, as in other commands."""
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": "a", "positive": "p"}])
+    with pytest.raises(UserError, match="`max_length` must be at most .*, got 100,000. Lower"):
+        retrieval.main([str(model_folder), "--pairs", str(path), "--max-length", "100000"])
+
+
 def test_retrieval_leaves_out_the_rows_that_training_leaves_out(tmp_path, caplog):
     """Rows without both texts are left out with a warning. A missing column is an error."""
     texts = [("a", "p"), ("b", None), ("c", " "), ("d", 5), (None, "q")]

@@ -29,7 +29,7 @@ from neobert.common.errors import UserError
 from neobert.embeddings import windows as windows_module
 from neobert.embeddings.cpu_forward import CpuForward
 from neobert.embeddings.packed_encoder import PackedEncoder
-from neobert.embeddings.windows import WindowSettings, text_groups, tokenize_windows
+from neobert.embeddings.windows import WindowSettings, text_groups, text_windows
 from neobert.encoding import command as encode
 from neobert.encoding import parts
 from neobert.encoding.corpus_encoder import CorpusEncoder
@@ -97,7 +97,9 @@ def test_window_within_a_word_keeps_the_tokens_of_the_text(model_folder):
     """
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     word = "zxqvkjw" * 3
-    windows = tokenize_windows(encoder, [word], "", WindowSettings.for_encoder(encoder, "", 4, 0))
+    tokenizer = encoder.sentence_transformer.tokenizer
+    settings = WindowSettings.for_model(tokenizer, encoder.max_length, "", 4, 0)
+    windows = text_windows(tokenizer, encoder.max_length, [word], "", settings)
     tokens = encoder.tokenize([word])[0][1:-1]
     assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == tokens.tolist()
 
@@ -155,10 +157,11 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
     """
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
-    settings = WindowSettings.for_encoder(encoder, "", 40)
+    tokenizer = encoder.sentence_transformer.tokenizer
+    settings = WindowSettings.for_model(tokenizer, encoder.max_length, "", 40)
     assert settings.overlap == 5
 
-    windows = tokenize_windows(encoder, texts, "", settings)
+    windows = text_windows(tokenizer, encoder.max_length, texts, "", settings)
     counts = np.bincount(windows.rows)
     assert counts.tolist() == [4286, 4286, 1, 4286]
 

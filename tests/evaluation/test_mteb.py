@@ -29,6 +29,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.published import MTEB, MTEB_TYPES
+from neobert.embeddings.instructions import check_template
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.evaluation.mteb import (
     PackedModel,
@@ -407,6 +408,16 @@ def test_failed_task_is_reported_and_other_scores_are_kept(model_folder, tmp_pat
 
     monkeypatch.setattr(BrokenRetrieval, "load_data", TinyRetrieval.load_data)
     assert None not in run(model_folder, tmp_path, *names)["scores"].values()
+
+
+@pytest.mark.parametrize(
+    "template", ["Query: ", "{{instruction}} ", "a {x} {instruction}", "{instruction.__class__} "]
+)
+def test_invalid_templates_are_refused(template):
+    """A template contains the field, which is replaced literally, and no other braces."""
+    with pytest.raises(UserError, match="must contain {instruction} and no other braces, got"):
+        check_template(template)
+    check_template("Q: {instruction} A: {instruction}")
 
 
 def test_documents_have_no_instruction(encoder):

@@ -534,7 +534,7 @@ def test_logits_are_averaged_over_windows(tmp_path, model):
     from neobert.embeddings.windows import WindowSettings, text_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    settings = WindowSettings.for_tokenizer(tokenizer, 64, window=62)
+    settings = WindowSettings.for_model(tokenizer, 64, window=62)
     windows = text_windows(tokenizer, 64, [long], "", settings)
     classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():

@@ -278,6 +278,16 @@ def test_models_without_a_sequence_head_are_refused(
         load(folder, kind)
 
 
+def test_a_token_classifier_of_finetune_is_refused(tmp_path):
+    """The error about a token classifier names the command that runs it."""
+    folder = save_classifier(tmp_path / "names", 3)
+    task = {"task": "tokens", "text_columns": ["tokens"], "labels": ["O", "B-X", "I-X"]}
+    task |= {"bio": True, "max_length": 64, "temperature": 1.0, "version": "0"}
+    (tmp_path / "names" / "task.json").write_text(json.dumps(task))
+    with pytest.raises(UserError, match="which predicts labels of words. Use neobert predict."):
+        load(folder, "classifier")
+
+
 def test_default_prompt_of_a_reranker(reranker, tmp_path):
     """The scores of pairs are those of CrossEncoder, which adds its default prompt."""
     prompts = {"rank": "Rank these documents: "}
