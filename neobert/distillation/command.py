@@ -434,6 +434,8 @@ class Distillation:
         # none.
         count = len(self.texts.train)
         training.dataloader_drop_last = count > training.train_batch_size
+        if "learning_rate" not in self.options.trainer:
+            training.learning_rate = default_learning_rate(count_steps(training, count))
         # The label is the index of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         options = self.options.loss
@@ -504,6 +506,31 @@ class Distillation:
                 f"checkpoints are kept in {self.training.output_dir}. Start a new run with the "
                 "last checkpoint as --init-from and another --dtype."
             )
+
+
+def count_steps(training: SentenceTransformerTrainingArguments, texts: int) -> int:
+    """Return the number of optimizer steps of a run with this number of training texts."""
+    if training.max_steps > 0:
+        return training.max_steps
+    batches = max(1, texts // (training.train_batch_size * training.world_size))
+    steps_per_epoch = math.ceil(batches / training.gradient_accumulation_steps)
+    return math.ceil(training.num_train_epochs * steps_per_epoch)
+
+
+def default_learning_rate(steps: int) -> float:
+    """Return the default peak learning rate of a run with this number of optimizer steps.
+
+    A new student starts from token embeddings that approximate the teacher. A high rate first
+    undoes this, and a run of few steps ends before it has made up for it
+    (results/distillation.md, "Learning rate and number of steps").
+
+    Args:
+        steps: Number of optimizer steps.
+
+    Returns:
+        `steps * 1e-6`, at most 1e-3.
+    """
+    return min(1e-3, 1e-6 * steps)
 
 
 @dataclass(frozen=True)

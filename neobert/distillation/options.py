@@ -238,7 +238,6 @@ class DistillOptions:
 TRAINER_DEFAULTS = {
     "per_device_train_batch_size": 64,
     "num_train_epochs": 3,
-    "learning_rate": 1e-3,
     "weight_decay": 0.01,
     "adam_beta2": 0.98,
     "lr_scheduler_type": "cosine",
@@ -263,5 +262,9 @@ OPTIONS = {
         "neobert distill sentence-transformers/all-MiniLM-L6-v2 --texts texts.jsonl --output "
         "runs/student",
         TRAINER_DEFAULTS,
+        trainer_help={
+            "learning_rate": "Peak learning rate. By default 1e-6 times the number of optimizer "
+            "steps, at most 1e-3.",
+        },
     ),
 }
