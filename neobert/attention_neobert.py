@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "f7a4326b"
+VERSION = "05980d99"
 
 logger = logging.get_logger(__name__)
 
@@ -202,6 +202,15 @@ class Packing:
         Raises:
             ValueError: If the arguments contradict each other.
         """
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            value = kwargs.get(name)
+            if value is not None and not (torch.is_tensor(value) and value.dim() == 1):
+                shape_or_type = (
+                    list(value.shape) if torch.is_tensor(value) else type(value).__name__
+                )
+                raise ValueError(
+                    f"`{name}` must be a tensor of shape (sequences + 1,), got {shape_or_type}."
+                )
         bounds = kwargs.get("cu_seq_lens_q")
         longest = kwargs.get("max_length_q")
         if bounds is None and kwargs.get("cu_seq_lens_k") is not None:
@@ -356,11 +365,12 @@ class Packing:
         sums = sums.index_add(0, self.sequence_ids(x.shape[1]), tokens)
         return (sums / lengths.clamp(min=1)).to(x.dtype)
 
-    def kwargs(self, others: dict[str, Any]) -> dict[str, Any]:
-        """Return `others` with the arguments of variable-length kernels, whose bounds are int32."""
+    def add_bounds(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return `kwargs` with the bounds of the sequences, which variable-length kernels take."""
+        # The kernels take bounds in int32 only.
         bounds = self.cu_seq_lens.to(torch.int32)
         values = (bounds, bounds, self.max_length, self.max_length)
-        return {**others, **dict(zip(PACKING_KWARGS, values))}
+        return {**kwargs, **dict(zip(PACKING_KWARGS, values))}
 
     def padding(self, total: int) -> Padding:
         """Return the re-padded form of a batch of `total` packed tokens, one row per sequence."""
@@ -708,6 +718,11 @@ def dispatch_attention(
             f"`attention_mask` must have shape (batch, length) for {implementation}, got 4 "
             "dimensions. Use attn_implementation 'sdpa' or 'eager' for 4-D masks."
         )
+
+    if mask is not None and mask.is_floating_point() and mask.dtype != dtype:
+        # SDPA takes additive masks in the dtype of the queries only.
+        widest = torch.promote_types(mask.dtype, dtype)
+        mask = mask.to(widest).clamp(min=torch.finfo(dtype).min).to(dtype)
 
     function: AttentionFunction | None = None
     if implementation == "eager":

@@ -258,6 +258,7 @@ class NeoBERTConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         older = _migrate(kwargs)
+        head_dim = kwargs.pop("head_dim", None)
         # BERT's names win, as in every configuration with an attribute map.
         hidden_dropout = kwargs.pop("hidden_dropout_prob", hidden_dropout)
         attention_dropout = kwargs.pop("attention_probs_dropout_prob", attention_dropout)
@@ -310,6 +311,11 @@ class NeoBERTConfig(PretrainedConfig):
             self._trained_length = trained_length
 
         self.check()
+        if head_dim not in (None, self.head_dim):
+            raise ValueError(
+                f"`head_dim` must be hidden_size / num_attention_heads = {self.head_dim}, got "
+                f"{head_dim}."
+            )
         super().__init__(
             pad_token_id=pad_token_id,  # type: ignore[call-arg]
             tie_word_embeddings=tie_word_embeddings,

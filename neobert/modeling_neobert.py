@@ -51,7 +51,7 @@ from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, Probl
 
 
 # Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "f7a4326b"
+VERSION = "05980d99"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -450,7 +450,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             config, implementation, hidden, mask, packing, self.training, output_attentions
         )
         if packing is not None:
-            kwargs = packing.kwargs(kwargs)
+            kwargs = packing.add_bounds(kwargs)
 
         states: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
@@ -722,7 +722,13 @@ class _HeadModel(NeoBERTPreTrainedModel):
         if kwargs.get("unpad_inputs") is None and self._is_observed():
             # The model packs nothing itself. A batch that the caller packed stays packed.
             kwargs["unpad_inputs"] = False
-        return self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, **kwargs)
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
 
     def predict(
         self,
@@ -1002,7 +1008,12 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         **kwargs: Any,
     ) -> NeoBERTModelOutput:
         """Return the outputs of the backbone for the flattened candidates."""
-        _check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids)
+        _check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+        )
         tensor = inputs_embeds if input_ids is None else input_ids
         dimensions = 4 if input_ids is None else 3
         if tensor is not None and tensor.dim() != dimensions:
@@ -1011,8 +1022,20 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
                 f"choices, length, {self.config.hidden_size}), got {tuple(tensor.shape)}."
             )
 
+        if attention_mask is not None and attention_mask.dim() < 3:
+            raise ValueError(
+                "`attention_mask` must have shape (batch, choices, length), got "
+                f"{tuple(attention_mask.shape)}."
+            )
+
         if tensor is not None and position_ids is not None:
-            position_ids = position_ids.expand(tensor.shape[:3])
+            try:
+                position_ids = position_ids.expand(tensor.shape[:3])
+            except RuntimeError:
+                raise ValueError(
+                    "`position_ids` must have a shape that broadcasts to (batch, choices, length), "
+                    f"{tuple(tensor.shape[:3])}, got {tuple(position_ids.shape)}."
+                ) from None
             if attention_mask is None:
                 # The positions of a single candidate must not be treated as a packed batch.
                 attention_mask = torch.ones_like(position_ids)
@@ -1159,17 +1182,15 @@ def _token_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return the mask of tokens, (B, L), that a mask of the caller contains.
 
     Args:
-        mask: Mask of tokens; or a 4-D mask, boolean (or integer) or additive. A mask of shape
-            (B, 1, 1, L) is the same for all queries, as `get_extended_attention_mask` of BERT
-            returns it. Any other 4-D mask contains no mask of tokens.
+        mask: Mask of tokens; or a 4-D mask, boolean (or integer) or additive, as
+            `get_extended_attention_mask` of BERT and `create_bidirectional_mask` return it. A
+            token that no query attends to is padding.
     """
     if mask is None or mask.dim() != 4:
         return mask
-    if mask.shape[1:3] != (1, 1):
-        return None
-    keys = mask[:, 0, 0]
     # Additive masks have -10,000, the smallest value of the dtype, or -inf at padding.
-    return keys > -1e4 if keys.is_floating_point() else keys != 0
+    is_visible = mask > -1e4 if mask.is_floating_point() else mask != 0
+    return is_visible.flatten(1, 2).any(dim=1)
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor, num_items_in_batch: NumItems) -> torch.Tensor:

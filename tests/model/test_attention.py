@@ -347,6 +347,9 @@ def test_packing_argument_formats(implementation, packing, flash):
     "packing,words",
     (
         ({"cu_seq_lens_k": BOUNDS}, "must be passed with `cu_seq_lens_k`"),
+        ({"cu_seq_lens_q": [0, 9, 12, 19]}, r"of shape \(sequences \+ 1,\), got list."),
+        ({**PACKED, "cu_seq_lens_k": [0, 9, 12, 19]}, "`cu_seq_lens_k` must be .*, got list."),
+        ({"cu_seq_lens_q": torch.tensor([[0, 19]])}, r"sequences \+ 1,\), got \[1, 2\]."),
         ({**PACKED, "cu_seq_lens_k": torch.tensor([0, 10, 12, 19])}, "must equal `cu_seq_lens_q`"),
         ({"cu_seq_lens_q": torch.tensor([0, 12, 9, 19])}, "must rise from 0 to .* tokens, 19"),
         ({"cu_seq_lens_q": torch.tensor([0, 9, 12])}, "must rise from 0 to .* tokens, 19"),

@@ -60,6 +60,14 @@ def test_defaults_match_the_published_model():
         assert getattr(config, name) == value
 
 
+def test_head_dim_must_be_that_of_the_sizes():
+    """`head_dim`, a field of other models, is accepted if it has the only possible value."""
+    config = NeoBERTConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
+    assert config.head_dim == 16 and "head_dim" not in config.to_dict()
+    with pytest.raises(ValueError, match="`head_dim` must be .* = 16, got 32."):
+        NeoBERTConfig(hidden_size=64, num_attention_heads=4, head_dim=32)
+
+
 SIZES = [(3072, 2048), (13, 8), (12, 8), (15, 16), (96, 64), (100, 72), (512, 344), (2, 8)]
 
 

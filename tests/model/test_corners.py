@@ -202,15 +202,19 @@ def test_heads_pool_all_tokens_with_a_mask_of_pairs():
 
 
 @pytest.mark.parametrize("form", ["bool", "integer", "additive"])
+@pytest.mark.parametrize("queries", [1, 9])
 @torch.no_grad()
-def test_heads_ignore_the_padding_of_extended_masks(form):
-    """The heads ignore the padding of (B, 1, 1, L) masks, which BERT makes of 2-D masks."""
+def test_heads_ignore_the_padding_of_extended_masks(form, queries):
+    """The heads ignore the padding of (B, 1, 1, L) and (B, 1, L, L) masks.
+
+    BERT and `transformers.masking_utils` make them of 2-D masks.
+    """
     ids, mask = random_batch([9, 5])
-    extended = mask[:, None, None]
+    extended = mask[:, None, None].expand(-1, -1, queries, -1)
     if form == "bool":
         extended = extended.bool()
     elif form == "additive":
-        extended = (1 - mask[:, None, None].float()) * torch.finfo(torch.float32).min
+        extended = (1 - extended.float()) * torch.finfo(torch.float32).min
 
     for pooling in ("cls", "mean"):
         model = make_model(NeoBERTForSequenceClassification, classifier_pooling=pooling)
@@ -451,6 +455,27 @@ def test_multiple_choice_with_shared_positions_and_wrong_shapes():
     assert_same(model(ids, position_ids=torch.arange(6)).logits, expected, 1e-6)
     with pytest.raises(ValueError, match=r"shape \(batch, choices, length\), .* got \(3, 6\)"):
         model(ids[0])
+    with pytest.raises(ValueError, match=r"shape \(batch, choices, length\), got \(6, 6\)"):
+        model(ids, attention_mask=torch.ones(6, 6))
+    with pytest.raises(ValueError, match=r"broadcasts to .*, \(2, 3, 6\), got \(5,\)"):
+        model(ids, position_ids=torch.arange(5))
+    with pytest.raises((TypeError, ValueError), match="`attention_mask` must be a tensor"):
+        model(ids, attention_mask=[[[1] * 6] * 3] * 2)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask_dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_additive_masks_of_any_dtype(implementation, mask_dtype, dtype):
+    """An additive mask may have another dtype than the model, also with values beyond its range."""
+    model = make_model(NeoBERTModel).to(dtype)
+    model.set_attn_implementation(implementation)
+    ids, mask = random_batch([9, 5])
+    additive = (1 - mask[:, None, None].to(mask_dtype)) * torch.finfo(mask_dtype).min
+    expected = model(ids, attention_mask=mask, unpad_inputs=False)[0][mask.bool()]
+    hidden = model(ids, attention_mask=additive)[0][mask.bool()]
+    assert_same(hidden, expected, 1e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_scaling_without_a_type_is_refused():

@@ -93,7 +93,7 @@ def test_scale(calls):
     module = torch.nn.Module()
     for scaling in (0.25, 0.2) if "scale" in PARAMETERS else (0.25,):
         outputs = [
-            dispatch.wrap(None)(module, q, k, v, None, scaling=scaling, **packing.kwargs({}))
+            dispatch.wrap(None)(module, q, k, v, None, scaling=scaling, **packing.add_bounds({}))
             for dispatch in (attention, expected)
         ]
         assert outputs[0][1] is None and outputs[0][0].shape == (1, 12, 4, 16)
