@@ -562,6 +562,14 @@ def replace_surrogates(text: str) -> str:
     return _SURROGATE.sub("\ufffd", text)
 
 
+def normalized_text(text: str) -> str:
+    """Return a text that is the same for copies with other spaces or capital letters.
+
+    An uncased model reads such copies as the same tokens.
+    """
+    return " ".join(text.lower().split())
+
+
 # ------------------------------------------------------------------------------------------------
 # sampling by hash
 

@@ -26,6 +26,7 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
+from ..common.data import normalized_text
 from ..common.errors import UserError, listed
 from ..common.folders import check_disjoint
 from ..common.identity import files_digest, model_fingerprint
@@ -389,19 +390,21 @@ def build_mixture(
 def read_validation_file(path: str, datasets: Mapping[str, Any]) -> Queries:
     """Read the queries of a validation file that are not trained on.
 
-    A query is trained on if it is an anchor or a positive of the training data. The second case
-    includes the reverse of a validation pair, which trains the same similarity.
+    A query is trained on if it is an anchor or a positive of the training data, up to capital
+    letters and spaces. The second case includes the reverse of a validation pair, which trains the
+    same similarity.
 
     Raises:
         UserError: If all queries are trained on.
     """
     queries = read_queries(path)
     relevant = queries.relevant
-    trained: set[str] = set()
+    training_texts: set[str] = set()
     for data in datasets.values():
         for column in ("anchor", "positive"):
-            trained.update(text for text in data[column] if text in relevant)
+            training_texts.update(map(normalized_text, data[column]))
 
+    trained = {text for text in relevant if normalized_text(text) in training_texts}
     if trained:
         logger.warning(
             "%s: %s of %s queries also occur in the training data, as anchor or positive, and are "
@@ -448,7 +451,8 @@ def hold_out(datasets: Any, percent: float) -> tuple[Any, Queries | None]:
         removed_count = len(data) - len(remaining[name]) - len(held_out)
         if removed_count:
             logger.info(
-                "%s: %s rows whose positive is a validation query are not trained on",
+                "%s: %s rows whose positive is a validation query, or that contain a copy of one "
+                "with other capital letters, are not trained on",
                 name,
                 f"{removed_count:,}",
             )
@@ -560,7 +564,8 @@ def model_prompts(prompts: Mapping[str, Mapping[str, str]], template: str) -> di
     query = next(iter(named.values()), "")
     if len(set(named.values())) > 1:
         query = format_instruction(template, "Retrieve text that answers the query.")
-    return {"query": query, "document": "", **named}
+    # A dataset may have one of these names, which sentence-transformers gives a meaning.
+    return {**named, "query": query, "document": ""}
 
 
 def initial_prompts(
@@ -634,4 +639,7 @@ def merge_lora(
     merged = load_model(options)
     transformer: Any = merged[0].auto_model
     PeftModel.from_pretrained(transformer, adapter_folder).merge_and_unload()
+    # The adapter belongs to the transformer. Later modules, such as Dense, were trained themselves.
+    for trained, loaded in zip(list(model)[1:], list(merged)[1:], strict=True):
+        loaded.load_state_dict(trained.state_dict())
     return merged

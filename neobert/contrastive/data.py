@@ -21,7 +21,7 @@ from sentence_transformers.base.sampler import (
     NoDuplicatesBatchSampler,
 )
 
-from ..common.data import file_format, hash_fraction, replace_surrogates, rows
+from ..common.data import file_format, hash_fraction, normalized_text, replace_surrogates, rows
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 from ..common.options import convert
@@ -367,14 +367,16 @@ def split_queries(data: "Dataset", queries: Collection[str]) -> "tuple[Dataset, 
     Returns:
         The rows in which none of the queries is the anchor or the positive, and the rows whose
         anchor is one of the queries. Neither contains a row with a query as positive only: the
-        row may be the reverse of a validation pair, and other rows may train on its anchor.
+        row may be the reverse of a validation pair, and other rows may train on its anchor. Nor
+        does either contain a copy of a query with other capital letters or spaces.
     """
+    held_out_texts = set(map(normalized_text, queries))
     remaining: list[int] = []
     held_out: list[int] = []
     for index, (anchor, positive) in enumerate(zip(data["anchor"], data["positive"])):
         if anchor in queries:
             held_out.append(index)
-        elif positive not in queries:
+        elif held_out_texts.isdisjoint((normalized_text(anchor), normalized_text(positive))):
             remaining.append(index)
 
     # Rows of a complete dataset are faster to read than rows that `select` has chosen.

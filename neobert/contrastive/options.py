@@ -169,6 +169,11 @@ def read_sources(data: DataOptions, instructions: InstructionOptions) -> "list[P
     from ..common.data import FORMATS
     from .data import PairSource, with_negatives
 
+    if instructions.instruction and not data.pairs:
+        raise UserError(
+            "`instruction` applies to `pairs`, got none. Set `instruction` in the entries of "
+            "`datasets`, or pass --instructions."
+        )
     sources = [PairSource.from_entry(entry) for entry in data.datasets]
     for path in data.pairs:
         if not Path(path).is_file():

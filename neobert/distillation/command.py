@@ -28,7 +28,7 @@ from transformers import set_seed
 from ..common.errors import UserError
 from ..common.folders import check_disjoint, check_folder, locked, new_file
 from ..common.identity import files_digest, model_digest, model_fingerprint
-from ..common.loading import check_model
+from ..common.loading import check_model, vocabulary_size
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.packing import compile_blocks, uncompile_blocks
@@ -164,7 +164,9 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
     """
     run_class = run_class or Distillation
     sources = [TextSource.from_entry(entry) for entry in options.data.texts]
-    validation_sources = [TextSource.from_entry(entry) for entry in options.data.validation_texts]
+    validation_sources = [
+        TextSource.from_entry(entry, "validation_texts") for entry in options.data.validation_texts
+    ]
     check_validation_names(validation_sources)
     check_paths(options, [*sources, *validation_sources])
     if options.student.muon:
@@ -435,7 +437,7 @@ class Distillation:
         count = len(self.texts.train)
         training.dataloader_drop_last = count > training.train_batch_size
         if "learning_rate" not in self.options.trainer:
-            training.learning_rate = default_learning_rate(count_steps(training, count))
+            training.learning_rate = learning_rate_for_steps(count_steps(training, count))
         # The label is the index of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         options = self.options.loss
@@ -517,20 +519,20 @@ def count_steps(training: SentenceTransformerTrainingArguments, texts: int) -> i
     return math.ceil(training.num_train_epochs * steps_per_epoch)
 
 
-def default_learning_rate(steps: int) -> float:
+def learning_rate_for_steps(steps: int) -> float:
     """Return the default peak learning rate of a run with this number of optimizer steps.
 
     A new student starts from token embeddings that approximate the teacher. A high rate first
-    undoes this, and a run of few steps ends before it has made up for it
-    (results/distillation.md, "Learning rate and number of steps").
+    undoes this, and a short run ends before it has made up for it (results/distillation.md,
+    "Learning rate and number of steps").
 
     Args:
         steps: Number of optimizer steps.
 
     Returns:
-        `steps * 1e-6`, at most 1e-3.
+        `1e-5 * sqrt(steps)`, at most 1e-3.
     """
-    return min(1e-3, 1e-6 * steps)
+    return min(1e-3, 1e-5 * math.sqrt(steps))
 
 
 @dataclass(frozen=True)
@@ -585,8 +587,8 @@ def embed_texts(
     # The token table also depends on the algorithm.
     path = path_of("tokens", [f"version {TOKEN_TABLE_VERSION}", *texts.train])
     if not path.is_file():
-        vocabulary_size = len(teacher.sentence_transformer.tokenizer)
-        single_tokens = embed_single_tokens(teacher, vocabulary_size)
+        count = vocabulary_size(teacher.sentence_transformer.tokenizer)
+        single_tokens = embed_single_tokens(teacher, count)
         tokens = teacher.tokenize(texts.train)
         with new_file(path) as file:
             np.save(file, fit_token_embeddings(single_tokens, tokens, train_embeddings))

@@ -19,7 +19,7 @@ from msgspec import Meta
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from ..common.data import file_format, hash_fraction, rows
+from ..common.data import file_format, hash_fraction, normalized_text, rows
 from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json, write_json
 from ..common.options import convert
@@ -57,8 +57,12 @@ class TextSource:
     license: str | None = None
 
     @classmethod
-    def from_entry(cls, entry: str | Mapping[str, Any]) -> "TextSource":
+    def from_entry(cls, entry: str | Mapping[str, Any], option: str = "texts") -> "TextSource":
         """Return the source of a path, or of a mapping with the attributes of this class.
+
+        Args:
+            entry: Path or mapping.
+            option: Name of the option that contains the entry, for the messages.
 
         Raises:
             UserError: If there is no such file, or the mapping has unknown keys or wrong values.
@@ -66,10 +70,12 @@ class TextSource:
         # An entry comes from a recipe, whose values have not been checked.
         values = {"path": entry} if isinstance(entry, str) else dict(entry)
         hints = get_type_hints(cls, include_extras=True)
-        converted = convert(values, hints, f" of {entry!r} in texts")
-        path = converted.get("path", "")
+        converted = convert(values, hints, f" of {entry!r} in {option}")
+        path = converted.get("path")
+        if not path:
+            raise UserError(f"an entry of `{option}` must have a `path`, got {entry!r}.")
         if not Path(path).is_file():
-            raise UserError(f"`texts` must contain files, but there is no file {path}.")
+            raise UserError(f"`{option}` must contain files, but there is no file {path}.")
         name = converted.pop("name", "") or Path(path).stem
         return cls(name=name, **converted)
 
@@ -94,12 +100,7 @@ def is_validation_text(text: str, percent: float) -> bool:
     The result depends on the words of the text only, so copies with other spaces or capital
     letters are held out, too.
     """
-    return hash_fraction(_normalized(text)) < percent / 100
-
-
-def _normalized(text: str) -> str:
-    """Return a text that is the same for copies with other spaces or capital letters."""
-    return " ".join(text.lower().split())
+    return hash_fraction(normalized_text(text)) < percent / 100
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,10 @@ def read_texts(
         raise UserError(f"`texts` must contain at least 2 different texts, got {len(train)}.")
 
     other = {}
-    normalized = {_normalized(text) for text in seen} if validation_sources else set()
+    normalized = {normalized_text(text) for text in seen} if validation_sources else set()
     for source in validation_sources:
         # A validation text that is also trained on would look better than it is.
-        new_texts = {text for text in source.read() if _normalized(text) not in normalized}
+        new_texts = {text for text in source.read() if normalized_text(text) not in normalized}
         other[source.name] = _lowest_hashes(new_texts, max_texts)
         if len(new_texts) < MIN_EVALUATED_TEXTS:
             logger.warning(
@@ -205,8 +206,8 @@ def count_overlap(train: Iterable[str], texts: Iterable[str]) -> int:
 
     Copies with other spaces or capital letters count, too.
     """
-    normalized = {_normalized(text) for text in texts}
-    return len(normalized.intersection(map(_normalized, train)))
+    normalized = {normalized_text(text) for text in texts}
+    return len(normalized.intersection(map(normalized_text, train)))
 
 
 def _lowest_hashes(texts: Iterable[str], max_texts: int) -> list[str]:

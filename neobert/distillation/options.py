@@ -263,8 +263,8 @@ OPTIONS = {
         "runs/student",
         TRAINER_DEFAULTS,
         trainer_help={
-            "learning_rate": "Peak learning rate. By default 1e-6 times the number of optimizer "
-            "steps, at most 1e-3.",
+            "learning_rate": "Peak learning rate. By default 1e-5 times the square root of the "
+            "number of optimizer steps, at most 1e-3.",
         },
     ),
 }

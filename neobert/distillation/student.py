@@ -339,7 +339,8 @@ def set_token_embeddings(
     table[:, spare] = (1 - table.square().sum(1)).clamp(min=0).sqrt()
 
     # The student trains on the values that its saved embeddings will have.
-    target.copy_(table[: len(target)].to(storage).float())
+    # A model with padded rows has more of them than the tokenizer has ids.
+    target[: len(table)].copy_(table[: len(target)].to(storage).float())
     model.layer_norm.weight[spare] = 0
 
 

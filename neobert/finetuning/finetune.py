@@ -146,6 +146,11 @@ def finetune(options: FinetuneOptions) -> dict[str, Any]:
 
     checkpoints = Path(output) / "checkpoints"
     training = _training_arguments(options, checkpoints)
+    if training.label_smoothing_factor and task.name in (REGRESSION, MULTI_LABEL):
+        raise UserError(
+            f"`label_smoothing_factor` must be 0 for {task.name}, got "
+            f"{training.label_smoothing_factor}. It applies to a single class per text or word."
+        )
     settings = run_identity(options, task, splits, metric, training)
     run = Finetuning(options, task, splits, metric, training)
     return run_once(
@@ -203,6 +208,10 @@ def _training_arguments(options: FinetuneOptions, folder: Path) -> TrainingArgum
         raise UserError(
             "`eval_strategy` must be epoch or steps, got no. The evaluations select the weights."
         )
+    if trainer.get("eval_strategy") == "steps" and trainer.get("save_strategy") == "epoch":
+        # Trainer requires a checkpoint for every evaluation that may select the weights.
+        steps = trainer.get("eval_steps") or trainer.get("logging_steps", 500)
+        trainer |= {"save_strategy": "steps", "save_steps": steps}
     if "learning_rate" not in trainer:
         hidden_size = encoder_hidden_size(options.model.model, options.model.trust_remote_code)
         # Adapters have few parameters, and need a larger rate than a complete model.

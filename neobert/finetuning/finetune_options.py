@@ -169,6 +169,7 @@ TRAINER_FIXED = dict.fromkeys(
         "label_names",
         "remove_unused_columns",
         "ignore_data_skip",
+        "eval_delay",
         "restore_callback_states_from_checkpoint",
     ),
     "",

@@ -49,6 +49,26 @@ class Hyperparameters:
     weight_decay: float
 
 
+def check_hyperparameters(option_name: str, values: Mapping[str, Any]) -> None:
+    """Check the hyperparameters of a preset or of a grid.
+
+    Args:
+        option_name: Name of the option, for the messages.
+        values: {hyperparameter: value or list of values}.
+
+    Raises:
+        UserError: If a hyperparameter does not exist, or has an empty list of values.
+    """
+    known = [field.name for field in fields(Hyperparameters)]
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(
+                f"`{option_name}` has the unknown hyperparameter {name!r}. Use {', '.join(known)}."
+            )
+        if value == []:
+            raise UserError(f"`{option_name}` must have at least one {name}, got an empty list.")
+
+
 @dataclass(frozen=True)
 class ModelOptions(OptionGroup):
     """Encoder and its classification head."""
@@ -204,6 +224,10 @@ class OptimizationOptions(OptionGroup):
             raise UserError(
                 f"`preset` must be one of {', '.join(self.presets)}, got {self.preset!r}."
             )
+        for preset in self.presets.values():
+            for values in preset.values():
+                check_hyperparameters("presets", values)
+        check_hyperparameters("grid_values", self.grid_values)
 
 
 @dataclass(frozen=True)
@@ -218,6 +242,10 @@ class GlueLoraOptions(LoraOptions):
         help="Values for --grid with --lora, in a YAML recipe: {hyperparameter: values}.",
         affects_results=False,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_hyperparameters("lora_grid_values", self.lora_grid_values)
 
 
 @dataclass(frozen=True)

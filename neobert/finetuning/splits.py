@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..common.data import normalized_text
 from ..common.errors import UserError
 from .finetune_options import DataOptions
 from .label_encoding import encode_labels
@@ -138,7 +139,8 @@ def split_rows(
 ) -> tuple[list[int], list[int], list[int]]:
     """Split rows at random, with the same fractions of every label.
 
-    Rows with equal texts stay in one part. Labels of fewer than 3 texts stay in the training rows.
+    Rows whose texts are equal, up to capital letters and spaces, stay in one part. Labels of fewer
+    than 3 texts stay in the training rows.
 
     Args:
         task: Task of the rows.
@@ -153,7 +155,7 @@ def split_rows(
     # test would make the model look better than it is.
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, texts in enumerate(examples.texts):
-        groups.setdefault(texts, []).append(index)
+        groups.setdefault(tuple(map(normalized_text, texts)), []).append(index)
     members = list(groups.values())
 
     # A rare label needs its rows for training.
@@ -242,9 +244,9 @@ def _warn_about_spellings(labels: Sequence[str]) -> None:
 def _warn_about_repeated_texts(
     name: str, examples: Examples, other_name: str, other: Examples
 ) -> None:
-    """Warn about texts of a part that another part contains, too."""
-    other_texts = set(other.texts)
-    repeated = sum(texts in other_texts for texts in examples.texts)
+    """Warn about texts of a part that another part contains, too, up to capitals and spaces."""
+    other_texts = {tuple(map(normalized_text, texts)) for texts in other.texts}
+    repeated = sum(tuple(map(normalized_text, texts)) in other_texts for texts in examples.texts)
     if repeated:
         logger.warning(
             "%s of %s %s texts also occur in the %s rows, so the %s metrics are too high.",

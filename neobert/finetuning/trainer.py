@@ -44,6 +44,8 @@ FIXED = {
     "remove_unused_columns": False,
     "save_only_model": False,
     "ignore_data_skip": False,
+    # Without any evaluation, there would be no best checkpoint.
+    "eval_delay": 0,
     # Early stopping counts the evaluations without progress, and a resumed run continues the count.
     "restore_callback_states_from_checkpoint": True,
 }

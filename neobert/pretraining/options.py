@@ -359,6 +359,10 @@ class PretrainOptions:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.data.prepare and self.validation.evaluate_only:
+            raise UserError(
+                "`prepare` and `evaluate_only` cannot be combined. Run the command once with each."
+            )
         if self.validation.evaluate_only and self.model.init_from is None:
             raise UserError(
                 "`evaluate_only` needs a model to evaluate. Pass --init-from, for example the "

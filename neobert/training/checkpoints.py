@@ -412,7 +412,7 @@ def training_time(trainer: Trainer) -> dict[str, float]:
 
 
 class _AlreadyTrained(Exception):
-    """Raised if a run resumes after its last step. Trainer would train one more step."""
+    """Raised if a run resumes after its last step or after early stopping. Trainer would go on."""
 
 
 class _RunCallback(TrainerCallback):
@@ -442,7 +442,7 @@ class _RunCallback(TrainerCallback):
             state.best_model_checkpoint = str(best)
         # A previous process may have been killed before it removed old checkpoints.
         self.on_save(args, state, control)
-        if 0 < state.max_steps <= state.global_step:
+        if 0 < state.max_steps <= state.global_step or _has_stopped_early(state):
             raise _AlreadyTrained
 
         # The handler of Trainer's enable_jit_checkpoint would end the training as if the run were
@@ -466,6 +466,21 @@ class _RunCallback(TrainerCallback):
             control.should_training_stop = True
             self.stopped = True
 
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        # After a stop inside an epoch, Trainer evaluates and saves as at the end of the epoch. An
+        # uninterrupted run has no evaluation at this step.
+        is_complete = float(state.epoch or 0).is_integer() or state.global_step >= state.max_steps
+        if self.stopped and not is_complete:
+            control.should_log = False
+            control.should_evaluate = False
+            control.should_save = False
+
     def on_save(
         self,
         args: TrainingArguments,
@@ -481,6 +496,18 @@ class _RunCallback(TrainerCallback):
     def handle_signal(self, *_: Any) -> None:
         """Record that SIGTERM was received; the run stops at the end of the step."""
         self.received_signal = True
+
+
+def _has_stopped_early(state: TrainerState) -> bool:
+    """Return whether the early stopping of transformers has ended a run. Trainer forgets this."""
+    # Before the first step, this is a list of callbacks without a state.
+    callbacks: Any = state.stateful_callbacks
+    early_stopping = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
+    if not isinstance(early_stopping, dict):
+        return False
+    counter: int = early_stopping["attributes"]["early_stopping_patience_counter"]
+    patience: int = early_stopping["args"]["early_stopping_patience"]
+    return counter >= patience
 
 
 def keep_freed_memory() -> None:

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) with PEFT: targets, trainable heads, and merging."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +43,17 @@ class LoraOptions(OptionGroup):
         "Comma-separated names of the layers to adapt, or all-linear. auto: qkv,wo,w12,w3 for "
         "NeoBERT, all-linear for other encoders.",
     )
+
+    def __post_init__(self) -> None:
+        changed = [
+            item.name
+            for item in fields(LoraOptions)
+            if item.name != "lora" and getattr(self, item.name) != item.default
+        ]
+        if changed and not self.lora:
+            raise UserError(
+                f"`{changed[0]}` applies to adapters only. Pass --lora, or omit the option."
+            )
 
     def settings(self) -> dict[str, Any] | None:
         """Return the keyword arguments of `lora_config`, or None without adapters."""

@@ -188,8 +188,14 @@ def _check_arguments(training: "TrainingArguments") -> None:
     """Check arguments that Trainer accepts, but that fail or change the batches later.
 
     Raises:
-        UserError: If the best checkpoint has no metric, or the process has several GPUs.
+        UserError: If the best checkpoint has no evaluation or no metric, or the process has several
+            GPUs.
     """
+    if training.save_strategy == "best" and training.eval_strategy == "no":
+        raise UserError(
+            "`save_strategy: best` needs evaluations during the training, got `eval_strategy: no`. "
+            "Pass --save-strategy steps."
+        )
     if training.save_strategy == "best" and training.metric_for_best_model is None:
         raise UserError(
             "`save_strategy: best` needs the name of a metric. Pass --metric-for-best-model."

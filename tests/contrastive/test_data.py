@@ -531,6 +531,23 @@ def test_validation_queries_are_held_out_from_all_datasets(model_folder, tmp_pat
     assert [len(part.data) for part in complete.parts.values()] == [150, 150]
 
 
+def test_copies_of_validation_queries_are_not_trained_on(model_folder, tmp_path):
+    """Copies of a validation query with other capital letters or spaces are not trained on."""
+    pairs = [{"anchor": f"where is {i}", "positive": f"b {i}"} for i in range(300)]
+    copies = [{**row, "anchor": row["anchor"].upper() + " "} for row in pairs]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [*pairs, *copies])
+    mixture = mixture_of(arguments_for(model_folder, tmp_path / "out", "--pairs", str(path)))[0]
+    anchors = {anchor.lower().strip() for anchor in mixture.parts["pairs"].data["anchor"]}
+    queries = {query.lower().strip() for query in mixture.validation.relevant}
+    assert len(queries) >= 20 and not anchors & queries
+
+    # The same is true of the queries of a file.
+    other = write_jsonl(tmp_path / "test.jsonl", [*copies[:1], {"anchor": "new", "positive": "x"}])
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", str(path))
+    mixture = mixture_of([*argv, "--validation-file", str(other)])[0]
+    assert mixture.validation.relevant.keys() == {"new"}
+
+
 def test_reversed_pairs_of_validation_queries_are_not_trained_on(model_folder, tmp_path, caplog):
     """A validation query is no positive of the training data, such as in a reversed pair."""
     pairs = [{"anchor": f"a {i}", "positive": f"b {i}"} for i in range(150)]
@@ -548,5 +565,5 @@ def test_reversed_pairs_of_validation_queries_are_not_trained_on(model_folder, t
     # A pair is not trained on if one of its two texts is a validation query.
     pair_count = len({query.split()[1] for query in relevant})
     assert len(data) == 300 - 2 * pair_count
-    message = f"pairs: {2 * pair_count - 20} rows whose positive is a validation query are not"
+    message = f"pairs: {2 * pair_count - 20} rows whose positive is a validation query, or that"
     assert message in caplog.text

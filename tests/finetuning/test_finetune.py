@@ -3,7 +3,9 @@
 A single word determines the label of a row, so that a tiny model reaches a high accuracy.
 """
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from neobert.cli import main
-from neobert.common.errors import UserError
+from neobert.common.errors import Stopped, UserError
 from neobert.common.files import write_json
 from neobert.common.sentence_transformers_files import write_pooling
 from neobert.embeddings import windows
@@ -135,6 +137,75 @@ def test_a_resumed_run_has_the_same_weights(classified, tmp_path, monkeypatch):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert resumed["history"] == result["history"]
     assert resumed["fine_tuned"] == result["fine_tuned"]
+
+
+def test_a_stop_inside_an_epoch_adds_no_evaluation(classified, tmp_path, monkeypatch):
+    """A run that SIGTERM stops inside an epoch ends with the results of an uninterrupted run."""
+    folder, result = classified
+    from neobert.finetuning.trainer import FinetuneTrainer
+
+    train_step = FinetuneTrainer.training_step
+
+    def stop(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(FinetuneTrainer, "training_step", stop)
+    with pytest.raises(Stopped):
+        runs.run(tmp_path, runs.classification_rows())
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-3"
+
+    monkeypatch.undo()
+    resumed = runs.run(tmp_path, [])
+    weights = [load_file(path / "out" / "model.safetensors") for path in (folder, tmp_path)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert resumed["history"] == result["history"]
+
+
+def test_a_run_that_stopped_early_is_not_continued(tmp_path, monkeypatch):
+    """A run that was killed between early stopping and its result does not train on."""
+    options = ("--patience", "1", "--learning-rate", "1e-12", "--num-train-epochs", "6")
+    save = Finetuning.save
+
+    def interrupt(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Finetuning, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(tmp_path, runs.classification_rows(), *options)
+    monkeypatch.setattr(Finetuning, "save", save)
+    assert len(runs.run(tmp_path, [], *options)["history"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (
+            "regression_rows",
+            ["--label-smoothing-factor", "0.1"],
+            "must be 0 for regression, got 0.1",
+        ),
+        (
+            "classification_rows",
+            ["--eval-delay", "100"],
+            "`eval_delay` is set to 0 by this command",
+        ),
+        ("classification_rows", ["--lora-rank", "4"], "`lora_rank` applies to adapters only."),
+    ],
+)
+def test_options_without_an_effect_are_refused(tmp_path, rows, options, message):
+    """Options that would fail after the training, or that have no effect, are an error."""
+    with pytest.raises(UserError, match=message):
+        runs.run(tmp_path, getattr(runs, rows)(), *options)
+
+
+def test_evaluations_by_steps_save_a_checkpoint_each(tmp_path):
+    """With `--eval-strategy steps`, checkpoints are saved with the evaluations."""
+    options = ("--eval-strategy", "steps", "--eval-steps", "4", "--max-steps", "8")
+    result = runs.run(tmp_path, runs.classification_rows(), *options)
+    assert [entry["step"] for entry in result["history"]] == [4, 8]
 
 
 @pytest.mark.slow

@@ -441,6 +441,24 @@ def test_splits_of_equal_texts_and_rare_labels():
     assert sets[1] and sets[2] and set(rare) <= sets[0]
 
 
+def test_copies_with_other_capital_letters_stay_in_one_part(tmp_path, caplog):
+    """Texts that an uncased model cannot distinguish are in the same part, or are reported."""
+    task = TextTask("classification", ("text",), ("label",), ("a", "b"))
+    texts = [(text,) for i in range(100) for text in (f"where is {i}?", f"Where is  {i}? ")]
+    parts = split_rows(task, Examples(texts, [0, 1] * 100, []), [0.2, 0.2], seed=0)
+    assert all(parts)
+    for part in parts:
+        assert {index ^ 1 for index in part} == set(part)
+
+    for name, text in (("train", "An eagle"), ("test", " an  eagle")):
+        rows = [{"text": f"{name} {i}", "label": "ab"[i % 2]} for i in range(8)]
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text, "label": "a"}, *rows])
+    read_splits(
+        DataOptions(train=str(tmp_path / "train.jsonl"), test_file=str(tmp_path / "test.jsonl"))
+    )
+    assert "1 of 9 test texts also occur in the train" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("labels", "listed"),
     [

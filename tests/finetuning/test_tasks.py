@@ -31,7 +31,20 @@ from neobert.finetuning.glue_tasks import TASKS
         ({"preset": "best"}, "`preset` must be one of neobert-4096, neobert-1024, got 'best'"),
         ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is not a linear layer"),
         ({"gradient_accumulation_steps": 3}, "processes x gradient_accumulation_steps = 3"),
-        ({"presets": "{mine: {sst2: {foo: 3}}}", "preset": "mine"}, "has no weight_decay for sst2"),
+        (
+            {"presets": "{mine: {sst2: {batch_size: 3, learning_rate: 1e-4}}}", "preset": "mine"},
+            "has no weight_decay for sst2",
+        ),
+        ({"presets": "{mine: {sst2: {foo: 3}}}"}, "`presets` has the unknown hyperparameter 'foo'"),
+        (
+            {"grid_values": "{warmup_ratio: [0.1]}"},
+            "`grid_values` has the unknown .*'warmup_ratio'",
+        ),
+        (
+            {"grid_values": "{weight_decay: []}"},
+            "must have at least one weight_decay, got an empty",
+        ),
+        ({"lora_rank": 4}, "`lora_rank` applies to adapters only. Pass --lora, or omit"),
     ],
 )
 def test_bad_options(world, tmp_path, more, words):

@@ -195,6 +195,9 @@ def test_only_options_that_affect_results_identify_a_run():
     assert result_options({**changeable, **identifying}) == identifying
 
 
-def test_save_strategy_best_needs_a_metric(tmp_path):
+def test_save_strategy_best_needs_evaluations_and_a_metric(tmp_path):
+    options = {"save_strategy": "best"}
+    with pytest.raises(UserError, match="needs evaluations during the training, got `eval_str"):
+        training_arguments(tmp_path / "out", {**options, "metric_for_best_model": "loss"}, {})
     with pytest.raises(UserError, match="needs the name of a metric"):
-        training_arguments(tmp_path / "out", {"save_strategy": "best"}, {})
+        training_arguments(tmp_path / "out", {**options, "eval_strategy": "epoch"}, {})
