@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_labeled(path: str) -> list[dict]:
-    """Return the rows of a file, each with a text and a label."""
+    """Return the rows of a file, each with a text and a label. Labels become text."""
     rows = load_rows(path, ["text", "label"], texts=["text"])
     for number, row in enumerate(rows, 1):
         if row["label"] is None:
@@ -52,6 +52,7 @@ def load_labeled(path: str) -> list[dict]:
                 f"{path}, row {number:,}: `label` must be text or a number, got null. Add a label, "
                 "or remove the row."
             )
+        row["label"] = str(row["label"])
     return rows
 
 
@@ -65,10 +66,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     train_rows = load_labeled(f"{args.data}/train.jsonl")
     test_rows = load_labeled(f"{args.data}/test.jsonl")
 
-    # Labels may be numbers in the file, and the configuration stores names.
-    label_names = sorted({str(row["label"]) for row in train_rows})
+    label_names = sorted({row["label"] for row in train_rows})
     for row in test_rows:
-        if str(row["label"]) not in label_names:
+        if row["label"] not in label_names:
             raise UserError(
                 f"test.jsonl has the label {row['label']!r}, which no row of train.jsonl has. The "
                 f"labels of train.jsonl are: {', '.join(label_names)}."
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     def encode(batch: dict[str, list]) -> dict[str, list]:
         """Tokenize texts and replace their labels by numbers."""
         encoded = tokenizer(batch["text"], truncation=True, max_length=512)
-        return {**encoded, "labels": [label_names.index(str(label)) for label in batch["label"]]}
+        return {**encoded, "labels": [label_names.index(label) for label in batch["label"]]}
 
     columns = ["text", "label"]
     train_dataset = Dataset.from_list(train_rows).map(encode, batched=True, remove_columns=columns)
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     error = float(np.sqrt(accuracy * (1 - accuracy) / len(test_rows)))
 
     # A classifier is only useful if it beats always answering with the most frequent label.
-    most_frequent, _ = Counter(str(row["label"]) for row in train_rows).most_common(1)[0]
+    most_frequent, _ = Counter(row["label"] for row in train_rows).most_common(1)[0]
     baseline = float(np.mean(output.label_ids == label_names.index(most_frequent)))
     print(f"accuracy {accuracy:.3f} ± {error:.3f} on {len(test_rows):,} test texts")
     print(

@@ -53,6 +53,8 @@ def load_words(path: str) -> list[dict]:
             raise UserError(
                 f"{path}, row {number:,}: `tokens` and `tags` must be lists of equal length."
             )
+        if not all(isinstance(token, str) for token in row["tokens"]):
+            raise UserError(f"{path}, row {number:,}: `tokens` must be a list of text.")
         if None in row["tags"]:
             raise UserError(
                 f"{path}, row {number:,}: `tags` must be text or numbers, got null. Add a tag for "

@@ -63,7 +63,7 @@ For files of any size, with calibrated probabilities: `neobert predict INPUT OUT
 ## Evaluation
 
 Data: `{printable(result["data"])}`, {rows["train"]:,} training, {rows["validation"]:,} validation and {rows["test"]:,} test rows.
-The values are those of the test rows, ± standard error over rows. All baselines were fitted on the same training rows.
+The values are those of the test rows, ± standard error over rows. The baselines were fitted on the same training rows, or on a sample of them.
 
 {metrics_table(result)}
 {result["comparison"]["statement"]}

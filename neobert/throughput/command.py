@@ -390,7 +390,10 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
         rows = measure(plan, small, save)
     except KeyboardInterrupt:
         # Shells report 128 plus the number of the signal, which is 2 for SIGINT.
-        print(f"interrupted. {folder} contains the workloads that have finished.", file=sys.stderr)
+        finished = "No workload has finished."
+        if folder.exists():
+            finished = f"{folder} contains the workloads that have finished."
+        print(f"interrupted. {finished}", file=sys.stderr)
         return 130
 
     write_plots(folder, record, rows)
