@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import transformers
 
@@ -17,6 +17,7 @@ from ..common.errors import UserError, printable
 from ..common.folders import check_disjoint, check_new, new_folder
 from ..common.loading import dtype_name
 from ..common.model_card import base_model_metadata, license_metadata, read_card
+from ..common.options import convert as convert_values
 from ..common.options import log_options
 from .architecture import Conversion, plan
 from .config_files import find_config, read_config
@@ -29,6 +30,7 @@ from .verify import Verification, verify_conversion
 
 
 logger = logging.getLogger("neobert.conversion")
+GroupT = TypeVar("GroupT", CheckpointOptions, FolderOptions)
 
 
 def convert_checkpoint(
@@ -68,7 +70,8 @@ def convert_checkpoint(
         >>> from neobert import convert_checkpoint
         >>> convert_checkpoint("examples/checkpoint", "runs/converted")  # doctest: +SKIP
     """
-    checkpoint = CheckpointOptions(
+    checkpoint = _checked(
+        CheckpointOptions,
         checkpoint=str(source),
         output=str(output),
         config=None if config is None else str(config),
@@ -76,8 +79,8 @@ def convert_checkpoint(
         head=head,
         tokenizer=None if tokenizer is None else str(tokenizer),
     )
-
-    folder = FolderOptions(
+    folder = _checked(
+        FolderOptions,
         dtype=dtype,
         sentence_transformers=sentence_transformers,
         max_shard_size=max_shard_size,
@@ -87,8 +90,17 @@ def convert_checkpoint(
     convert(ConvertOptions(checkpoint, folder))
 
 
-def convert(options: ConvertOptions) -> None:
+def _checked(group: type[GroupT], **values: Any) -> GroupT:
+    """Return options of a group. Their values are checked like those of the command line."""
+    return group(**convert_values(values, get_type_hints(group, include_extras=True)))
+
+
+def convert(options: ConvertOptions, report: bool = True) -> None:
     """Run the conversion that the options describe.
+
+    Args:
+        options: Options of the command.
+        report: Whether to print what was written, and how to load the model.
 
     Raises:
         UserError: If the checkpoint cannot be converted. Nothing is written then.
@@ -131,6 +143,8 @@ def convert(options: ConvertOptions) -> None:
         # Load the folder in a fresh process and compare its outputs with those of the checkpoint.
         verification = verify_conversion(folder, conversion, Path(scratch))
 
+    if not report:
+        return
     _report(files, conversion, verification)
     _print("Load the model:")
     for line in hub_folder.usage_lines(output):

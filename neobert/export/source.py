@@ -16,8 +16,9 @@ from ..common.loading import WEIGHTS, WEIGHTS_INDEX, load_tokenizer, tensor_name
 from ..common.model_card import base_model_metadata, license_metadata, read_card
 from ..common.sentence_transformers_files import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
-from ..conversion.command import convert_checkpoint
+from ..conversion.command import convert
 from ..conversion.heads import Head, HeadName, choose_head
+from ..conversion.options import CheckpointOptions, ConvertOptions
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 from .options import CardOptions, ModelOptions
 
@@ -182,7 +183,10 @@ def open_source(options: ModelOptions, card: CardOptions | None = None) -> Itera
                 )
             # Everything else must be a raw training checkpoint, which is converted first.
             folder = scratch / "converted"
-            convert_checkpoint(model_path, folder, head=options.head, tokenizer=options.tokenizer)
+            checkpoint = CheckpointOptions(
+                str(model_path), str(folder), head=options.head, tokenizer=options.tokenizer
+            )
+            convert(ConvertOptions(checkpoint), report=False)
 
         yield _load_source(options, card or CardOptions(), folder, modules, scratch)
 

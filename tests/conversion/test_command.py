@@ -13,9 +13,15 @@ import shutil
 import pytest
 import torch
 from helpers.conversion_helpers import convert, run_script, save
+from helpers.paths import ROOT
 from safetensors.torch import load_file
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    convert_checkpoint,
+)
 from neobert.cli import main as command
 from neobert.common.errors import UserError
 
@@ -102,3 +108,18 @@ def test_invalid_shard_size_is_refused_before_reading(tmp_path, capsys, size):
     arguments = [str(tmp_path / "absent"), str(tmp_path / "out"), "--max-shard-size", size]
     assert command(["convert", *arguments]) == 2
     assert f"such as 500MB, got '{size}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head": "classification"}, "`head` must be one of masked-lm, .*, got 'classification'."),
+        ({"dtype": "fp16"}, "`dtype` must be one of float32, bfloat16, float16, got 'fp16'."),
+        ({"max_shard_size": 5_000_000}, "`max_shard_size` must be text, got 5000000."),
+    ],
+)
+def test_arguments_of_convert_checkpoint_are_checked(tmp_path, arguments, message):
+    """Wrong arguments of the Python function are reported like options of the command."""
+    with pytest.raises(UserError, match=message):
+        convert_checkpoint(ROOT / "examples" / "checkpoint", tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()

@@ -202,8 +202,11 @@ def test_default_head_matches_the_weights(hub_folder):
     assert torch.equal(base.model.transformer_encoder[1].qkv.weight, expected)
 
 
-def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
-    """The export of a raw training checkpoint has the weights of the same model as a Hub folder."""
+def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch, capsys):
+    """The export of a raw training checkpoint has the weights of the same model as a Hub folder.
+
+    The report of the conversion, whose folder is temporary, is not printed.
+    """
     model_folder = hub_folder(NeoBERTForMaskedLM)
     raw = tmp_path / "raw"
     shutil.copytree(model_folder, raw)
@@ -213,6 +216,7 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "verify", lambda folder, conversion, expected, scratch: expected)
 
     source = load_source(raw)
+    assert capsys.readouterr().out == ""
     expected_source = load_source(model_folder)
     assert source.head.option == "masked-lm"
     for actual, expected in zip(source.model.parameters(), expected_source.model.parameters()):
