@@ -331,13 +331,16 @@ def run_identity(
         datasets.append(entry)
 
     validation_file = options.data.validation_file
-    # The number of processes changes the batches, and so the weights.
-    settings = result_options(training.to_dict()) | identity(options)
+    # Fields of TrainingArguments that are not set differ between versions of transformers.
+    settings = result_options(options.trainer) | identity(options)
     return settings | {
+        "learning_rate": training.learning_rate,
+        "num_train_epochs": training.num_train_epochs,
         "datasets": datasets,
         "files": {source.name: files_digest([source.path]) for source in local},
         "model": model_fingerprint(options.model.model),
         "tokenizer": options.encoder.tokenizer and model_fingerprint(options.encoder.tokenizer),
+        # The number of processes changes the batches, and so the weights.
         "processes": training.world_size,
         "validation_file": validation_file and files_digest([validation_file]),
         # Without a validation file, queries are held out from the training data.

@@ -346,12 +346,23 @@ def test_a_validation_file_belongs_to_the_identity_of_a_run(model_folder, tmp_pa
     for words in ([], ["--validation-file", pairs], ["--validation-percent", "0"]):
         arguments = ["--model", str(model_folder), "--pairs", pairs, "--output", "out", *words]
         options = OPTIONS["contrastive"].read(arguments)
-        training = SimpleNamespace(to_dict=dict, world_size=1)
+        training = SimpleNamespace(world_size=1, learning_rate=1e-4, num_train_epochs=1)
         identity = contrastive.run_identity(
             options, training, read_sources(options.data, options.instructions)
         )
         identities.append(identity["holds_out"])
     assert identities == [True, False, False]
+
+
+def test_fields_that_other_versions_lack_are_not_part_of_the_identity(model_folder, triplets):
+    """A run resumes with a version of transformers whose TrainingArguments have other fields."""
+    argv = ["--model", str(model_folder), "--pairs", triplets, "--output", "out", "--seed", "3"]
+    options, training = contrastive.parse(argv)
+    sources = read_sources(options.data, options.instructions)
+    identity = contrastive.run_identity(options, training, sources)
+    assert (identity["seed"], identity["num_train_epochs"]) == (3, 1)
+    unset = set(training.to_dict()) - set(options.trainer) - {"learning_rate", "num_train_epochs"}
+    assert len(unset) > 50 and not unset & set(identity)
 
 
 def test_another_validation_file_is_another_run(model_folder, tmp_path):
