@@ -172,7 +172,7 @@ class Baselines:
         test = self.splits.test
         # The baselines of tokens predict tags of words, all others one label per row.
         if self.task.name == TOKENS:
-            tags = fit_token_baselines(
+            token_baselines = fit_token_baselines(
                 self.task,
                 self.splits.train,
                 test,
@@ -181,8 +181,10 @@ class Baselines:
                 self.max_length,
                 self.options.model.trust_remote_code,
             )
-            rows = len(self.splits.train)
-            return [measure(self.task, name, test.labels, row, rows) for name, row in tags.items()]
+            return [
+                measure(self.task, baseline.name, test.labels, baseline.tags, baseline.train_rows)
+                for baseline in token_baselines
+            ]
 
         train = self.splits.train
         is_regression = self.task.name == REGRESSION

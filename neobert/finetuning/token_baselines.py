@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,9 +19,24 @@ Tags = list[list[str]]
 
 # Maximum number of words that a linear model is fitted on: features of words, and hidden states.
 MAX_TRAIN_WORDS = 40_000
-_MAX_EMBEDDED_WORDS = 20_000
+MAX_EMBEDDED_WORDS = 20_000
 # Number of columns that features of words are hashed into.
 _NUM_FEATURES = 2**16
+
+
+@dataclass(frozen=True)
+class TokenBaseline:
+    """Predictions of a baseline for the words of the test rows.
+
+    Attributes:
+        name: Name for a table.
+        tags: Tags of the words of each test row.
+        train_rows: Number of rows that the baseline was fitted on.
+    """
+
+    name: str
+    tags: Tags
+    train_rows: int
 
 
 def fit_token_baselines(
@@ -31,8 +47,11 @@ def fit_token_baselines(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     trust_remote_code: bool = False,
-) -> dict[str, Tags]:
-    """Return the tags that each baseline predicts for the words of the test rows.
+) -> list[TokenBaseline]:
+    """Return the baselines: the most frequent tag of every word, and linear models.
+
+    One linear model reads the characters of a word and its neighbors, the other one frozen hidden
+    states.
 
     Args:
         task: Task with tags.
@@ -42,22 +61,24 @@ def fit_token_baselines(
         tokenizer: Tokenizer of the encoder.
         max_length: Maximum sequence length in tokens.
         trust_remote_code: Whether to run the Python code in the repository of the model.
-
-    Returns:
-        Tags by the name of the baseline: the most frequent tag of every word, a linear model on the
-        characters of a word and its neighbors, and a linear model on frozen hidden states.
     """
-    baselines = {
-        "most frequent tag of every word": _frequent_tags(train, test),
-        "words and characters + logistic regression": _linear_tags(train, test),
-    }
     encoder = AutoModel.from_pretrained(
         model, dtype=torch.float32, trust_remote_code=trust_remote_code
     ).eval()
-    baselines["frozen embeddings + logistic regression"] = _embedding_tags(
-        encoder, tokenizer, train, test, max_length
-    )
-    return baselines
+    # Linear models are fitted on a sample of long data.
+    words = _sample(train, MAX_TRAIN_WORDS)
+    embedded = _sample(train, MAX_EMBEDDED_WORDS)
+    return [
+        TokenBaseline("most frequent tag of every word", _frequent_tags(train, test), len(train)),
+        TokenBaseline(
+            "words and characters + logistic regression", _linear_tags(words, test), len(words)
+        ),
+        TokenBaseline(
+            "frozen embeddings + logistic regression",
+            _embedding_tags(encoder, tokenizer, embedded, test, max_length),
+            len(embedded),
+        ),
+    ]
 
 
 def _frequent_tags(train: Examples, test: Examples) -> Tags:
@@ -77,9 +98,8 @@ def _linear_tags(train: Examples, test: Examples) -> Tags:
     # Unlike a vocabulary, hashing needs no fit, and the number of columns does not depend on the
     # data.
     hasher = FeatureHasher(_NUM_FEATURES, input_type="string")
-    sample = _sample(train, MAX_TRAIN_WORDS)
-    features = [row for words in _words(sample) for row in _features(words)]
-    labels = [tag for tags in sample.labels for tag in tags]
+    features = [row for words in _words(train) for row in _features(words)]
+    labels = [tag for tags in train.labels for tag in tags]
     linear = _fit(hasher.transform(features), labels)
 
     predicted = []
@@ -115,10 +135,9 @@ def _embedding_tags(
     max_length: int,
 ) -> Tags:
     # Texts run one by one, without padding.
-    sample = _sample(train, _MAX_EMBEDDED_WORDS)
     features: list[np.ndarray] = []
     labels: list[str] = []
-    for (text,), words, tags in zip(sample.texts, sample.words, sample.labels):
+    for (text,), words, tags in zip(train.texts, train.words, train.labels):
         states, kept = _word_states(encoder, tokenizer, text, words, max_length)
         features.append(states)
         labels += [tags[index] for index in kept]

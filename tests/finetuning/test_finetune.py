@@ -639,17 +639,26 @@ def test_token_baselines_of_training_rows_without_entities(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     baselines = token_baselines.fit_token_baselines(task, train, test, model, tokenizer, 64)
     assert len(baselines) == 3
-    for name, tags in baselines.items():
-        assert tags == [["O"] * 5, [], ["O"] * 2], f"Unexpected tags of the baseline {name}."
+    for baseline in baselines:
+        assert baseline.tags == [["O"] * 5, [], ["O"] * 2], f"Unexpected tags of {baseline.name}."
+        assert baseline.train_rows == 2
 
 
-def test_token_baselines_learn_from_a_random_sample(monkeypatch):
-    """A linear model is fitted on random rows, because the rows of a file may be sorted."""
+def test_token_baselines_learn_from_a_random_sample(monkeypatch, tmp_path):
+    """Linear models are fitted on random rows, because the rows of a file may be sorted."""
     texts = ["the film is a story"] * 40 + ["Mary saw the house"] * 40
     train = tagged_examples(texts, {"Mary": "B-X"})
     monkeypatch.setattr(token_baselines, "MAX_TRAIN_WORDS", 60)
+    monkeypatch.setattr(token_baselines, "MAX_EMBEDDED_WORDS", 100)
     test = tagged_examples(["Mary saw the film"], {"Mary": "B-X"})
-    assert token_baselines._linear_tags(train, test) == test.labels
+    model = str(runs.write_model(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    task = TextTask("tokens", ("text",), ("entities",), ("O", "B-X"), True)
+    baselines = token_baselines.fit_token_baselines(task, train, test, model, tokenizer, 64)
+    assert baselines[1].tags == test.labels
+    # The texts have 4 or 5 words.
+    assert baselines[0].train_rows == 80
+    assert 12 <= baselines[1].train_rows <= 15 and 20 <= baselines[2].train_rows <= 25
 
 
 @pytest.mark.parametrize("max_words", [1, 7, 60, 10_000])
