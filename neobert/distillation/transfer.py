@@ -293,7 +293,7 @@ def initialize_blocks(
         )
         teacher_inputs = teacher_outputs
 
-    transfer.fit_lengths(student.layer_norm)
+    transfer.fit_last_norm(student.layer_norm)
 
 
 class BlockTransfer:
@@ -362,7 +362,7 @@ class BlockTransfer:
             query, key, _ = self._project(self.student_states[index])
             return self._attention_loss(index, query @ key.mT * block.scaling)
 
-        # Adam does not change the values, whose gradient is zero.
+        # Adam leaves the rows of the values unchanged, because their gradients are zero.
         train([block.qkv.weight], loss, len(self.student_states), steps, ATTENTION_RATE)
 
     @torch.no_grad()
@@ -409,9 +409,9 @@ class BlockTransfer:
 
         activations = F.silu(inputs @ gate.T) * (inputs @ value.T)
         target = _flat(self.teacher_outputs[: self.num_fit_batches])
-        block.ffn.w3.weight[:, :count] = self._fit_length(activations, states, target)
+        block.ffn.w3.weight[:, :count] = self._fit_down_projection(activations, states, target)
 
-    def _fit_length(
+    def _fit_down_projection(
         self, activations: torch.Tensor, states: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
         """Return the down projection with the least unexplained variance over several lengths.
@@ -464,7 +464,7 @@ class BlockTransfer:
         train(matrices, loss, len(self.student_states), steps, rate, muon)
 
     @torch.no_grad()
-    def fit_lengths(self, norm: Any) -> None:
+    def fit_last_norm(self, norm: Any) -> None:
         """Fit the last norm, and the coordinate that determines the lengths of its outputs.
 
         An RMSNorm gives all hidden states the same length, but those of a BERT differ: in

@@ -262,7 +262,7 @@ def test_the_feed_forward_replaces_states_that_the_teacher_drops():
     activations = torch.randn(2000, 96)
     target = activations @ torch.randn(96, 32)
 
-    weight = transfer._fit_length(activations, states, target)
+    weight = transfer._fit_down_projection(activations, states, target)
     unexplained = unexplained_variance([states + activations @ weight.T], [target])
     # With outputs of length c times the states, the error of a direction is at least
     # 1 / (1 + c ** 2), here for the longest of the outputs.
@@ -275,7 +275,7 @@ def test_states_are_kept_where_they_are_the_target():
     states = torch.randn(2000, 32)
     activations = torch.randn(2000, 96)
     target = 3 * states + 0.1 * torch.randn(2000, 32)
-    weight = transfer_of()._fit_length(activations, states, target)
+    weight = transfer_of()._fit_down_projection(activations, states, target)
     assert weight.abs().max() < 0.01
 
 
@@ -347,7 +347,7 @@ def test_the_last_norm_reproduces_different_lengths():
     transfer = length_transfer(target_of)
     norm = torch.nn.RMSNorm(32, eps=1e-6)
     before = transfer.block.ffn.w3.weight.detach().clone()
-    transfer.fit_lengths(norm)
+    transfer.fit_last_norm(norm)
 
     changed = (transfer.block.ffn.w3.weight != before).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [5]
@@ -371,7 +371,7 @@ def test_the_last_norm_keeps_equal_lengths():
     transfer = length_transfer(lambda hidden, output: 3 * F.normalize(output, dim=-1))
     norm = torch.nn.RMSNorm(32, eps=1e-6)
     before = transfer.block.ffn.w3.weight.detach().clone()
-    transfer.fit_lengths(norm)
+    transfer.fit_last_norm(norm)
 
     assert torch.equal(transfer.block.ffn.w3.weight, before)
     torch.testing.assert_close(norm.weight.detach(), norm.weight[:1].detach().expand(32))
