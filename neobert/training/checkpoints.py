@@ -412,7 +412,10 @@ def training_time(trainer: Trainer) -> dict[str, float]:
 
 
 class _AlreadyTrained(Exception):
-    """Raised if a run resumes after its last step or after early stopping. Trainer would go on."""
+    """Raised if a run resumes after its last step or after early stopping.
+
+    Trainer would train further steps.
+    """
 
 
 class _RunCallback(TrainerCallback):
@@ -499,7 +502,10 @@ class _RunCallback(TrainerCallback):
 
 
 def _has_stopped_early(state: TrainerState) -> bool:
-    """Return whether the early stopping of transformers has ended a run. Trainer forgets this."""
+    """Return whether `EarlyStoppingCallback` has ended a run.
+
+    A checkpoint contains the counter of the callback, but not that the training has stopped.
+    """
     # Before the first step, this is a list of callbacks without a state.
     callbacks: Any = state.stateful_callbacks
     early_stopping = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
