@@ -6,6 +6,7 @@ imported name exists.
 
 import ast
 import configparser
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import conftest
 import pytest
 from helpers.paths import ROOT
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from neobert.cli import COMMANDS
 
@@ -97,6 +99,39 @@ def names_of(source):
     return names
 
 
+# Packages that other packages require, so that setup.cfg need not name them.
+PROVIDED = {
+    "transformers": {"numpy", "packaging", "tokenizers", "tqdm", "yaml"},
+    "huggingface-hub": {"fsspec"},
+    "datasets": {"pandas", "pyarrow"},
+    "sentence-transformers": {"scipy", "sklearn"},
+    "scikit-learn": {"scipy", "sklearn"},
+    "fastapi": {"pydantic", "pydantic_core", "starlette"},
+}
+
+
+def external_imports(source):
+    """Return the external packages that a module imports outside of functions.
+
+    Args:
+        source: Text of the module.
+    """
+    todo = [ast.parse(source)]
+    names = set()
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_typing:
+                continue
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module.partition(".")[0])
+            else:
+                todo.append(node)
+    return names - sys.stdlib_module_names - {"neobert"}
+
+
 NAMES = {file: names_of(path.read_text(encoding="utf-8")) for file, path in FILES.items()}
 
 
@@ -157,6 +192,34 @@ def requirements_of(extra):
     setup.read(ROOT / "setup.cfg")
     requirements = map(Requirement, setup["options.extras_require"][extra].split())
     return {requirement.name: requirement for requirement in requirements}
+
+
+def requirements_of_package():
+    """Return the names of the packages that an installation without extras contains."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_extras_install_what_a_command_imports(name):
+    """The imports of all files that a command uses are installed by its extra in setup.cfg."""
+    command = COMMANDS[name]
+    installed = requirements_of_package()
+    for extra in command.requirements[:1]:
+        installed |= set(map(canonicalize_name, requirements_of(extra)))
+    allowed = {package.replace("-", "_") for package in installed}
+    allowed = allowed.union(*(PROVIDED.get(package, ()) for package in installed))
+
+    # The files that a function imports may be used, too. The plots of throughput are optional.
+    files = [Path(*command.module.split(".")).with_suffix(".py")]
+    optional = {Path("throughput/plots.py")}
+    for file in files:
+        files += IMPORTS[file] - optional - set(files)
+    for file in files:
+        missing = external_imports(FILES[file].read_text(encoding="utf-8")) - allowed
+        assert not missing, f"{name} imports {file}, which imports {', '.join(missing)}."
 
 
 @pytest.mark.parametrize("extra", ["serve", "test"])

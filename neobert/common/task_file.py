@@ -9,6 +9,12 @@ from .loading import model_file
 
 TASK_FILE = "task.json"
 
+# Names of the tasks.
+CLASSIFICATION = "classification"
+MULTI_LABEL = "multi-label"
+REGRESSION = "regression"
+TOKENS = "tokens"
+
 
 class _RequiredKeys(TypedDict):
     task: str
@@ -24,7 +30,7 @@ class TaskContent(_RequiredKeys, total=False):
     """Content of task.json.
 
     Attributes:
-        task: Name of the task, see `TextTask`.
+        task: Name of the task: "classification", "multi-label", "regression" or "tokens".
         text_columns: Column of the text, or the two columns of a pair.
         labels: Class or tag names in the order of their ids; empty for regression.
         bio: Whether tags are those of the BIO scheme.

@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..common.tables import markdown_table
+from ..common.task_file import REGRESSION, TOKENS
 from ..embeddings.packed_encoder import PackedEncoder
 from .baselines import (
     MAX_TRAIN_ROWS,
@@ -21,7 +22,7 @@ from .baselines import (
 from .evaluation import metric_inputs
 from .finetune_options import FinetuneOptions
 from .splits import Splits
-from .text_tasks import REGRESSION, TOKENS, Examples, TextTask
+from .text_tasks import Examples, TextTask
 from .token_baselines import fit_token_baselines
 
 

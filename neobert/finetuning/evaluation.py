@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS
 from .baselines import METRICS
 from .tagging import find_entities, predicted_tags, tag_counts, token_positions
-from .text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, Examples, TextTask
+from .text_tasks import Examples, TextTask
 from .tokenization import tokenize_rows
 
 

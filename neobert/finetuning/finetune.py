@@ -44,7 +44,14 @@ from ..common.loading import (
 from ..common.options import identity, log_options
 from ..common.output import Output
 from ..common.sentence_transformers_files import pooling_mode
-from ..common.task_file import TASK_FILE, TaskContent
+from ..common.task_file import (
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    TASK_FILE,
+    TOKENS,
+    TaskContent,
+)
 from ..training.checkpoints import training_time
 from ..training.lora import trainable_parameters
 from ..training.optimization import default_learning_rate
@@ -67,7 +74,7 @@ from .finetune_options import FINETUNE, FinetuneOptions
 from .model import encoder_hidden_size, load_classifier
 from .plots import plot_confusion, plot_label_f1, plot_learning_curve, plot_values
 from .splits import Splits, read_splits
-from .text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, TextTask
+from .text_tasks import TextTask
 from .trainer import (
     FIXED,
     FinetuneTrainer,

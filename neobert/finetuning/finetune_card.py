@@ -10,11 +10,12 @@ from ..common.errors import printable
 from ..common.files import write_text
 from ..common.model_card import base_model_metadata, front_matter, license_metadata, read_card
 from ..common.tables import markdown_table
+from ..common.task_file import CLASSIFICATION, REGRESSION, TOKENS
 from .baselines import metric_title
 from .comparison import metrics_table
 from .finetune_options import FinetuneOptions
 from .plots import MAX_LABELS
-from .text_tasks import CLASSIFICATION, REGRESSION, TOKENS, TextTask
+from .text_tasks import TextTask
 
 
 # Maximum number of labels of a confusion matrix as a table. metrics.json contains all matrices.

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..common import data
 from ..common.errors import UserError, listed
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION
 from .rows import RawRows, finite_number, is_missing, is_unparsed_list, list_error, row_error
-from .text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, Examples, TextTask
+from .text_tasks import Examples, TextTask
 
 
 def encode_labels(

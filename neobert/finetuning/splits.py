@@ -9,19 +9,12 @@ import numpy as np
 
 from ..common.data import normalized_text
 from ..common.errors import UserError
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS
 from .finetune_options import DataOptions
 from .label_encoding import encode_labels
 from .rows import RawRows, find_columns, read_rows
 from .tag_encoding import encode_tags
-from .text_tasks import (
-    CLASSIFICATION,
-    MULTI_LABEL,
-    REGRESSION,
-    TOKENS,
-    Examples,
-    TextTask,
-    infer_task,
-)
+from .text_tasks import Examples, TextTask, infer_task
 
 
 logger = logging.getLogger("neobert.finetuning")

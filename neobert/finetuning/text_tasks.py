@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import UserError, listed
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS
 from .rows import (
     LIST_COLUMNS,
     TAG_COLUMNS,
@@ -22,11 +23,6 @@ from .rows import (
 )
 from .tagging import OUTSIDE, Bounds
 
-
-CLASSIFICATION = "classification"
-MULTI_LABEL = "multi-label"
-REGRESSION = "regression"
-TOKENS = "tokens"
 
 # Whole numbers with more different values than this are labels of a regression.
 _MAX_NUMERIC_CLASSES = 50

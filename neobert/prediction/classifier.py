@@ -9,27 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-)
+from scipy.special import expit
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..common.data import replace_surrogates
 from ..common.errors import UserError, one_line
 from ..common.loading import (
     check_model,
-    check_regression_dtype,
-    check_trained_head,
     choose_device,
     default_batch_tokens,
     load_tokenizer,
     text_limit,
 )
 from ..common.packing import pack
-from ..common.task_file import read_task_file
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKENS, read_task_file
 from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import token_batches
@@ -47,20 +40,14 @@ from ..finetuning.tagging import (
     to_bio,
     token_positions,
 )
-from ..finetuning.text_tasks import (
-    CLASSIFICATION,
-    MULTI_LABEL,
-    REGRESSION,
-    TOKENS,
-    TextTask,
-)
+from ..finetuning.text_tasks import TextTask
 from ..finetuning.tokenization import tokenize_rows
-from ..quantization.int8 import quantize_int8
+from .loading import default_activation, default_length, load_classifier
 from .options import PredictOptions
 
 
-# Maximum sequence length of a model without task.json.
-_DEFAULT_LENGTH = 512
+# Maximum sequence length of a model without any limit.
+_UNLIMITED_LENGTH = 512
 # Number of decimal digits of probabilities.
 _DIGITS = 6
 
@@ -71,14 +58,14 @@ class TaskRecord:
 
     Attributes:
         task: Task, with its labels and text columns.
-        max_length: Maximum sequence length in tokens during training.
+        max_length: Maximum sequence length in tokens during training, None if it is unknown.
         temperature: Temperature of the calibration, by which logits are divided.
         is_inferred: Whether the model has no task.json, so that the record is inferred from
             config.json. That file does not contain whether the model classifies texts or pairs.
     """
 
     task: TextTask
-    max_length: int
+    max_length: int | None
     temperature: float
     is_inferred: bool = False
 
@@ -108,7 +95,7 @@ class TaskRecord:
             config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
-        return cls(_task_of_config(config, model), _DEFAULT_LENGTH, 1.0, is_inferred=True)
+        return cls(_task_of_config(config, model), None, 1.0, is_inferred=True)
 
     @property
     def column_counts(self) -> tuple[int, ...]:
@@ -139,7 +126,7 @@ def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
 
     if config.problem_type == "multi_label_classification":
         return TextTask(MULTI_LABEL, ("text",), (), labels)
-    # transformers treats a single output without a problem type as a regression, too.
+    # The score of a reranker is a value, too.
     if config.problem_type == "regression" or len(labels) == 1:
         return TextTask(REGRESSION, ("text",), ())
     return TextTask(CLASSIFICATION, ("text",), (), labels)
@@ -199,17 +186,19 @@ class PackedClassifier:
         self.device = choose_device(options.inference.device)
         self.batch_tokens = options.inference.batch_tokens or default_batch_tokens(self.device)
         self.tokenizer = load_tokenizer(name, trust_remote_code)
-        self.model = self._load(name, options.inference.dtype, trust_remote_code)
+        self.model = load_classifier(
+            name, self.task.name, options.inference.dtype, self.device, trust_remote_code
+        )
 
         # NeoBERT takes batches without padding. Batches of other models are padded.
         self.packs = self.model.config.model_type == "neobert"
         self._forward = CpuClassifier.for_model(self.model)
 
-        # An option above the limit is an error, but a default is reduced to the limit.
-        limit = text_limit(self.model, self.tokenizer)
-        max_length = options.long_texts.max_length or record.max_length
-        check_limit("max_length", options.long_texts.max_length, limit)
-        self.max_length = min(max_length, limit or max_length)
+        # An option may exceed the length in training, but not the limit of the model.
+        max_length = options.long_texts.max_length
+        check_limit("max_length", max_length, text_limit(self.model, self.tokenizer))
+        default = default_length(self.model, self.tokenizer, record.max_length)
+        self.max_length = max_length or default or _UNLIMITED_LENGTH
 
         self.windows: WindowSettings | None = None
         if options.long_texts.long_texts == "windows":
@@ -221,36 +210,6 @@ class PackedClassifier:
                 "entities require a tokenizer with character offsets (a tokenizer.json), got a "
                 "tokenizer written in Python."
             )
-
-    def _load(self, name: str, dtype: str, trust_remote_code: bool) -> Any:
-        """Load the model with its trained head on the device.
-
-        Raises:
-            UserError: If the model cannot be loaded, or has no trained head.
-        """
-        auto_class: Any = AutoModelForSequenceClassification
-        if self.task.name == TOKENS:
-            auto_class = AutoModelForTokenClassification
-        try:
-            model, info = auto_class.from_pretrained(
-                name,
-                dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise UserError(
-                f"{name} cannot be loaded as a classifier: {one_line(error)}."
-            ) from error
-
-        # The single output of a reranker is a score without a unit, and may be rounded.
-        if model.config.problem_type == "regression":
-            check_regression_dtype(dtype)
-        check_trained_head(info, name, "classification head", "Train it with neobert finetune.")
-
-        # Weights are quantized after they have been loaded in float32.
-        model = model.to(self.device).eval()
-        return quantize_int8(model) if dtype == "int8" else model
 
     def _window_settings(self, overlap: int | None) -> WindowSettings:
         """Return the settings of windows that are as long as the model allows.
@@ -458,8 +417,10 @@ class PackedClassifier:
     def _labels(self, logits: np.ndarray, all_probabilities: bool) -> list[dict[str, Any]]:
         """Return the values or labels of texts from their logits, (N, C)."""
         if self.task.name == REGRESSION:
+            is_score = default_activation(self.model.config) == "sigmoid"
+            values = np.float32(expit(logits[:, 0]) if is_score else logits[:, 0])
             # The text of a float32 has the fewest digits that identify it, also for small values.
-            return [{"prediction": float(str(np.float32(row[0])))} for row in logits]
+            return [{"prediction": float(str(value))} for value in values]
 
         multi_label = self.task.name == MULTI_LABEL
         labels = self.task.labels

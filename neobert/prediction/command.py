@@ -27,9 +27,9 @@ from ..common.identity import model_digest
 from ..common.loading import check_model
 from ..common.options import identity, log_options
 from ..common.output import RUN, Output, differences, is_record_of
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, TOKENS
 from ..encoding.manifest import Truncation
 from ..finetuning.rows import parsed_list
-from ..finetuning.text_tasks import CLASSIFICATION, MULTI_LABEL, TOKENS
 from .classifier import PackedClassifier, TaskRecord
 from .options import OPTIONS, PredictOptions
 from .table import FORMATS, Table, output_columns

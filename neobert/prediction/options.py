@@ -70,7 +70,9 @@ class LongTextOptions(OptionGroup):
         "the window with the most context around it.",
     )
     max_length: Annotated[int, Meta(ge=8, le=2**31 - 1)] | None = option(
-        None, "Maximum sequence length in tokens. By default the length used in training."
+        None,
+        "Maximum sequence length in tokens. By default the length used in "
+        "training, or the limit of the model if it has no task.json.",
     )
     overlap: Annotated[int, Meta(ge=0)] | None = option(
         None,

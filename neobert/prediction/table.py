@@ -18,8 +18,9 @@ import pyarrow.parquet
 
 from ..common import data
 from ..common.errors import UserError, listed
+from ..common.task_file import CLASSIFICATION, MULTI_LABEL, REGRESSION
 from ..encoding.columns import column_array, inferred_types
-from ..finetuning.text_tasks import CLASSIFICATION, MULTI_LABEL, REGRESSION, TextTask
+from ..finetuning.text_tasks import TextTask
 
 
 FORMATS = (".csv", ".jsonl", ".parquet")

@@ -10,25 +10,22 @@ import torch
 from safetensors import SafetensorError
 from sentence_transformers import CrossEncoder
 from starlette.exceptions import HTTPException
-from transformers import AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line, require
 from ..common.loading import (
     check_all_weights_stored,
     check_model,
-    check_regression_dtype,
-    check_trained_head,
     choose_device,
     dtype_name,
     load_tokenizer,
     text_limit,
 )
 from ..common.packing import FLOAT32_ROW_GROUP, pack
-from ..common.task_file import read_task_file
+from ..common.task_file import TOKENS, read_task_file
 from ..embeddings.cpu_forward import CpuClassifier, try_fast_forward
 from ..embeddings.options import check_limit
 from ..embeddings.packed_encoder import PackedEncoder
-from ..finetuning.text_tasks import TOKENS
+from ..prediction.loading import default_activation, default_length, load_classifier
 from ..quantization.int8 import quantize_int8
 from .options import MAX_CHARACTERS, MAX_TOTAL_CHARACTERS, ServeOptions
 
@@ -325,37 +322,19 @@ class Classifier:
                 "predicts labels of words. Use neobert predict."
             )
 
-        try:
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                dtype=_weights_dtype(dtype),
-                trust_remote_code=options.encoder.trust_remote_code,
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _not_loadable(folder, error) from error
-
+        model = load_classifier(
+            folder,
+            task["task"] if task else None,
+            dtype_name(dtype),
+            choose_device(options.models.device),
+            options.encoder.trust_remote_code,
+        )
         if model.config.model_type != "neobert":
             raise UserError(f"`classifier` must be a NeoBERT sequence classifier, got {folder}.")
-        if model.config.problem_type == "regression":
-            check_regression_dtype(dtype_name(dtype))
-        check_trained_head(
-            info,
-            f"`classifier` {folder}",
-            "classification head",
-            "Train it with neobert finetune.",
-        )
 
-        model = model.to(choose_device(options.models.device)).eval()
-        _quantize(model, dtype)
         tokenizer = load_tokenizer(folder, options.encoder.trust_remote_code)
-        # The smallest limit of the model, its tokenizer and its training applies.
-        limits = [text_limit(model, tokenizer)]
-        temperature = 1.0
-        if task is not None:
-            limits.append(task["max_length"])
-            temperature = task["temperature"]
-        max_length = min((limit for limit in limits if limit), default=None)
+        max_length = default_length(model, tokenizer, task["max_length"] if task else None)
+        temperature = task["temperature"] if task else 1.0
         return cls(public_name(folder), model, tokenizer, max_length, temperature=temperature)
 
     def tokenize(self, texts: Sequence[tuple[str, ...]], truncate: bool) -> list[np.ndarray]:
@@ -442,14 +421,7 @@ class Classifier:
             function: "none", "sigmoid" or "softmax"; by default that of the model's task.
         """
         values = torch.from_numpy(np.stack(logits))
-        # Independent labels and a single logit have sigmoids, as in the pipeline of transformers.
-        if function is None:
-            problem_type = self.model.config.problem_type
-            is_binary = problem_type == "multi_label_classification" or values.shape[1] == 1
-            function = "sigmoid" if is_binary else "softmax"
-            if problem_type == "regression":
-                function = "none"
-
+        function = function or default_activation(self.model.config)
         if function == "sigmoid":
             values = (values / self.temperature).sigmoid()
         elif function == "softmax":

@@ -52,7 +52,8 @@ def write_classifier(folder, model_class=NeoBERTForSequenceClassification, **set
     """Write a classifier with random weights whose logits are far apart, and return its path."""
     torch.manual_seed(0)
     names = settings.pop("labels", LABELS)
-    config = NeoBERTConfig(**SIZES, embedding_init_range=0.3, classifier_init_range=1.0, **settings)
+    settings = {**SIZES, "embedding_init_range": 0.3, "classifier_init_range": 1.0, **settings}
+    config = NeoBERTConfig(**settings)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     config.num_labels = len(names)
@@ -213,6 +214,20 @@ def test_values_of_a_regression_keep_their_digits(tmp_path):
     assert values == [3.04e-07, 0.1, 16777215]
 
 
+def test_length_of_a_model_without_task_json(tmp_path):
+    """Texts are truncated at the limit of the model, and at `max_length` of task.json if lower."""
+    folder = write_classifier(tmp_path / "model", max_position_embeddings=1024)
+    text = "the film " * 400 + "is bad"
+    predictions, summary = run(tmp_path, rows_of([text]), folder)
+    logits = np.exp(logits_of(folder, text))
+    assert summary.truncation.texts == 0
+    assert predictions[0]["probability"] == pytest.approx(logits.max() / logits.sum(), abs=2e-5)
+
+    write_task(folder)
+    _, summary = run(tmp_path, [], folder, output="short.jsonl")
+    assert summary.truncation.texts == 1
+
+
 def test_pairs(tmp_path, model):
     """A model of pairs reads two columns, and does not support windows."""
     folder = write_classifier(tmp_path / "pairs")
@@ -241,8 +256,9 @@ def test_pairs_of_a_model_without_task_json(tmp_path, labels):
         for row in predictions:
             logits = logits_of(folder, *(row[name] for name in names))
             expected = labels[int(logits.argmax())]
+            # The score of a reranker is the sigmoid of its output, as in the pipeline.
             if len(labels) == 1:
-                expected = pytest.approx(logits[0], abs=2e-5)
+                expected = pytest.approx(1 / (1 + np.exp(-logits[0])), abs=1e-5)
             assert row["prediction"] == expected
 
     with pytest.raises(UserError, match="must name 1 or 2 columns for this model, got 3"):
