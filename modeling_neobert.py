@@ -50,7 +50,8 @@ from .attention_neobert import VERSION as ATTENTION_VERSION
 from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, ProblemType
 
 
-# Digest of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
+# Digest of attention_neobert.py. transformers 4 keeps the first file of this name that a process
+# loads, so a second model could get the attention code of the first.
 VERSION = "05980d99"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(

@@ -35,9 +35,15 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     # The other arguments are the options of `neobert encode`.
-    parser.add_argument("--shards", type=int, default=8, help="Number of shards.")
-    parser.add_argument("--cores", type=int, default=1, help="CPU cores per worker.")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs per worker.")
+    parser.add_argument(
+        "--shards", type=int, default=8, help="Number of shards. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cores", type=int, default=1, help="CPU cores per worker. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpus", type=float, default=0, help="GPUs per worker. (default: %(default)s)"
+    )
     args, rest = parser.parse_known_args(argv)
 
     options = OPTIONS["encode"].read(rest)

@@ -1,11 +1,11 @@
 """Train late interaction (ColBERT) with the MultiVectorEncoder of sentence-transformers.
 
-    python examples/late_interaction.py --model examples/sentence-encoder --data FOLDER
+    python examples/late_interaction.py --model examples/sentence-encoder --data DATA
 
-Every token gets an embedding of 128 dimensions. FOLDER contains train.jsonl and test.jsonl with
-rows {"anchor": "a question", "positive": "its answer"}, and if there are hard negatives
-{"negative": "a wrong answer"}. The other answers of a batch are negatives too.
-`python examples/make_pairs.py --output FOLDER` writes such a folder.
+Every token gets an embedding of 128 dimensions. DATA is a directory with train.jsonl and
+test.jsonl, whose rows are {"anchor": "a question", "positive": "its answer"}, and if there are hard
+negatives {"negative": "a wrong answer"}. The other answers of a batch are negatives too.
+`python examples/make_pairs.py --output DATA` writes such a directory.
 """
 
 import argparse
@@ -32,12 +32,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
-    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-    parser.add_argument("--output", default="runs/late_interaction", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+        "--model",
+        default="chandar-lab/NeoBERT",
+        help="Directory or name on the Hub. (default: %(default)s)",
+    )
+    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
+    parser.add_argument(
+        "--output",
+        default="runs/late_interaction",
+        help="New output directory. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        help="Number of training epochs. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="Number of rows per step and device. (default: %(default)s)",
     )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"

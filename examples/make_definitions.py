@@ -68,7 +68,9 @@ def most_frequent_nouns(folder: Path, num_synsets: int) -> list[tuple[str, str]]
 def main() -> None:
     """Write the file of definitions."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=8000, help="Number of definitions.")
+    parser.add_argument(
+        "--count", type=int, default=8000, help="Number of definitions. (default: %(default)s)"
+    )
     parser.add_argument(
         "--output",
         type=Path,

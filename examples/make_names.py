@@ -95,8 +95,15 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="New directory.")
-    parser.add_argument("--train", type=int, default=4000, help="Maximum number of training rows.")
-    parser.add_argument("--test", type=int, default=500, help="Maximum number of test rows.")
+    parser.add_argument(
+        "--train",
+        type=int,
+        default=4000,
+        help="Maximum number of training rows. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--test", type=int, default=500, help="Maximum number of test rows. (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     check_new(args.output)
 

@@ -64,8 +64,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--query-model", default=str(ENCODER), help="Sentence encoder for queries.")
-    parser.add_argument("--document-model", default=TEACHER, help="Sentence encoder for documents.")
+    parser.add_argument(
+        "--query-model",
+        default=str(ENCODER),
+        help="Sentence encoder for queries. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--document-model",
+        default=TEACHER,
+        help="Sentence encoder for documents. (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="New directory.")
     options = parser.parse_args(argv)
 

@@ -1,11 +1,11 @@
 """Train a reranker with the CrossEncoder of sentence-transformers.
 
-    python examples/reranker.py --model examples/sentence-encoder --data FOLDER
+    python examples/reranker.py --model examples/sentence-encoder --data DATA
 
-FOLDER contains train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its
-answer"}. If a row has a column "negative", it contains a wrong answer; otherwise the answer to
-another question, sampled at random, is the wrong one.
-`python examples/make_pairs.py --output FOLDER` writes such a folder.
+DATA is a directory with train.jsonl and test.jsonl, whose rows are {"anchor": "a question",
+"positive": "its answer"}. If a row has a column "negative", it contains a wrong answer; otherwise
+the answer to another question, sampled at random, is the wrong one.
+`python examples/make_pairs.py --output DATA` writes such a directory.
 """
 
 import argparse
@@ -28,12 +28,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
-    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-    parser.add_argument("--output", default="runs/reranker", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+        "--model",
+        default="chandar-lab/NeoBERT",
+        help="Directory or name on the Hub. (default: %(default)s)",
+    )
+    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
+    parser.add_argument(
+        "--output", default="runs/reranker", help="New output directory. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        help="Number of training epochs. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="Number of rows per step and device. (default: %(default)s)",
     )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"

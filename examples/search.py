@@ -354,11 +354,18 @@ def main() -> None:
     parser.add_argument("inputs", nargs="*", help="Files to add, or queries.")
     parser.add_argument("--where", help="Condition on columns, as in SQL.")
     parser.add_argument(
-        "--by", choices=("both", "meaning", "words"), default="both", help="Type of search."
+        "--by",
+        choices=("both", "meaning", "words"),
+        default="both",
+        help="Type of search. (default: %(default)s)",
     )
-    parser.add_argument("--top", type=int, default=3, help="Number of rows per query.")
+    parser.add_argument(
+        "--top", type=int, default=3, help="Number of rows per query. (default: %(default)s)"
+    )
     parser.add_argument("--model", help="Sentence encoder of the store.")
-    parser.add_argument("--store", default="runs/search", help="Directory of the store.")
+    parser.add_argument(
+        "--store", default="runs/search", help="Directory of the store. (default: %(default)s)"
+    )
     args = parser.parse_args()
 
     store = lancedb.connect(args.store)

@@ -1,10 +1,10 @@
 """Train sparse embeddings (SPLADE) on the masked-LM head with sentence-transformers.
 
-    python examples/sparse_encoder.py --model MODEL --data FOLDER
+    python examples/sparse_encoder.py --model MODEL --data DATA
 
-MODEL has a masked-LM head. FOLDER contains train.jsonl and test.jsonl with rows {"anchor": "a
-question", "positive": "its answer"}.
-`python examples/make_pairs.py --output FOLDER` writes such a folder.
+MODEL has a masked-LM head. DATA is a directory with train.jsonl and test.jsonl, whose rows are
+{"anchor": "a question", "positive": "its answer"}.
+`python examples/make_pairs.py --output DATA` writes such a directory.
 """
 
 import argparse
@@ -33,18 +33,37 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
-    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-    parser.add_argument("--output", default="runs/sparse_encoder", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="Number of rows per step and device."
+        "--model",
+        default="chandar-lab/NeoBERT",
+        help="Directory or name on the Hub. (default: %(default)s)",
+    )
+    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
+    parser.add_argument(
+        "--output",
+        default="runs/sparse_encoder",
+        help="New output directory. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        help="Number of training epochs. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="Number of rows per step and device. (default: %(default)s)",
     )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
     parser.add_argument(
-        "--regularizer", type=float, default=3e-3, help="Weight of the sparsity loss."
+        "--regularizer",
+        type=float,
+        default=3e-3,
+        help="Weight of the sparsity loss. (default: %(default)s)",
     )
     return parser.parse_args(argv)
 

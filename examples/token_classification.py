@@ -1,9 +1,9 @@
 """Fine-tune NeoBERT to label words (names, parts of speech) with the Trainer of transformers.
 
-    python examples/token_classification.py --model examples/sentence-encoder --data FOLDER
+    python examples/token_classification.py --model examples/sentence-encoder --data DATA
 
-FOLDER contains train.jsonl and test.jsonl with rows {"tokens": ["Ada", "lives", "here"],
-"tags": ["PERSON", "O", "O"]}. The first token of a word carries its tag.
+DATA is a directory with train.jsonl and test.jsonl, whose rows are {"tokens": ["Ada", "lives",
+"here"], "tags": ["PERSON", "O", "O"]}. The first token of a word carries its tag.
 """
 
 import argparse
@@ -31,12 +31,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
-    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
-    parser.add_argument("--output", default="runs/token_classification", help="New folder.")
-    parser.add_argument("--epochs", type=float, default=3.0, help="Number of training epochs.")
     parser.add_argument(
-        "--batch-size", type=int, default=16, help="Number of rows per step and device."
+        "--model",
+        default="chandar-lab/NeoBERT",
+        help="Directory or name on the Hub. (default: %(default)s)",
+    )
+    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
+    parser.add_argument(
+        "--output",
+        default="runs/token_classification",
+        help="New output directory. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        help="Number of training epochs. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=16,
+        help="Number of rows per step and device. (default: %(default)s)",
     )
     parser.add_argument(
         "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"

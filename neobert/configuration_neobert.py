@@ -185,8 +185,8 @@ class NeoBERTConfig(PretrainedConfig):
         num_hidden_layers: Number of blocks.
         num_attention_heads: Number of heads H. `head_dim` K is `hidden_size / num_attention_heads`
             and must be even for RoPE.
-        intermediate_size: Inner size of the feed-forward. SwiGLU uses two thirds of it
-            (`ffn_inner_size`).
+        intermediate_size: Nominal inner size of the feed-forward. GELU uses this size, SwiGLU two
+            thirds of it (`ffn_inner_size`).
         max_position_embeddings: Context length in tokens. `max_length` of published configs is an
             alias.
         norm_eps: Epsilon of the norms.
@@ -332,7 +332,7 @@ class NeoBERTConfig(PretrainedConfig):
 
     @property
     def ffn_inner_size(self) -> int:
-        """Inner size of the feed-forward.
+        """Number of neurons of the feed-forward.
 
         For SwiGLU, two thirds of `intermediate_size`, rounded up to a multiple of 8: 3072 -> 2048.
         """

@@ -21,7 +21,7 @@ from .options import suggestion
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 logger = logging.getLogger("neobert.loading")
@@ -370,6 +370,20 @@ def text_limit(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -
     # A tokenizer without a limit has the limit 10^30.
     finite = [limit for limit in limits if limit and 0 < limit < 1_000_000]
     return min(finite) if finite else None
+
+
+def load_config(name: str | Path, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """Return the configuration of a directory or a Hub repository.
+
+    Raises:
+        UserError: If it cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name} cannot be loaded: {one_line(error)}.") from error
 
 
 # ------------------------------------------------------------------------------------------------

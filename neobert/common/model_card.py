@@ -9,8 +9,8 @@ from .files import parse_yaml, read_text
 
 
 LICENSE_HELP = (
-    "License of the weights for the model card. By default the license in the card of the source, "
-    "if the source is a local directory."
+    "License of the weights for the model card. By default the license in the model card of the "
+    "input model, if it is a local directory."
 )
 BASE_MODEL_HELP = "Base model for the model card, USER/NAME on the Hub."
 # YAML between two lines of three dashes at the top of README.md.

@@ -51,6 +51,12 @@ OptionsT = TypeVar("OptionsT")
 # Longer lists of choices are part of the description of an option and not of its placeholder.
 _MAX_CHOICES_LENGTH = 60
 
+# Paragraph of every `--help`.
+_RECIPE_HELP = (
+    "RECIPE.yaml is a file with a line `option: value` per option. A later recipe takes\n"
+    "precedence over earlier ones, and the command line over recipes."
+)
+
 # Placeholder of a Boolean value in `--help`.
 _BOOLEAN = "{true,false}"
 
@@ -308,7 +314,8 @@ class OptionParser(Generic[OptionsT]):
         positional = [_spelled(f) for f in self.fields.values() if f.metadata.get("positional")]
         parser = argparse.ArgumentParser(
             usage=" ".join([self.command, *positional, "[RECIPE.yaml ...] [--option VALUE ...]"]),
-            description=self.about + (f"\n\nExample:\n  {self.example}" if self.example else ""),
+            description=f"{self.about}\n\n{_RECIPE_HELP}"
+            + (f"\n\nExample:\n  {self.example}" if self.example else ""),
             epilog=self._trainer_epilog(),
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
@@ -370,8 +377,9 @@ class OptionParser(Generic[OptionsT]):
                 default = self.trainer_defaults.get(name)
                 others.append(f"{_dashed(name)}={default}" if default else _dashed(name))
         return (
-            "Other options of transformers.TrainingArguments; --NAME=VALUE shows a default that\n"
-            "differs from transformers:\n  " + "\n  ".join(_wrapped(others))
+            "Other options of transformers.TrainingArguments. --NAME=VALUE shows a default of\n"
+            "this command, and the others have the defaults of transformers:\n  "
+            + "\n  ".join(_wrapped(others))
         )
 
 

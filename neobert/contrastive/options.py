@@ -109,7 +109,9 @@ class LossOptions(OptionGroup):
         "--per-device-train-batch-size.",
     )
     mini_batch_size: Annotated[int, Meta(ge=1)] | None = option(
-        None, "Number of texts per forward pass with gradient caching, for large batches."
+        None,
+        "Number of texts per forward pass with gradient caching, for large batches. By default "
+        "gradients are not cached.",
     )
 
 
@@ -251,8 +253,19 @@ OPTIONS = {
             "learning_rate": "Peak learning rate. By default 1e-4. For a local NeoBERT with a "
             "hidden size below 485, half of `neobert.default_learning_rate`, at most 5e-4.",
         },
-        trainer_replaced=dict.fromkeys(
-            ("eval_strategy", "ignore_data_skip", "auto_find_batch_size", "data_seed"), ""
-        ),
+        trainer_replaced={
+            **dict.fromkeys(
+                ("eval_strategy", "ignore_data_skip", "auto_find_batch_size", "data_seed"), ""
+            ),
+            # The validation queries are searched before and after the training only.
+            **dict.fromkeys(
+                (
+                    *("eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end"),
+                    *("metric_for_best_model", "greater_is_better", "eval_accumulation_steps"),
+                    "per_device_eval_batch_size",
+                ),
+                "--validation-file, which is evaluated before and after the training",
+            ),
+        },
     ),
 }

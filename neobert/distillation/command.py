@@ -295,7 +295,7 @@ class Distillation:
         with (
             training.main_process_first(local=False, desc="teacher embeddings"),
             # Another run may share the work directory.
-            locked(self.options.work_folder / "vectors", wait=True),
+            locked(self.options.work_folder / "embeddings", wait=True),
         ):
             embeddings = embed_texts(self.options, embeddings_from_teacher, self.texts, teacher)
         if embeddings.token_table is not None:
@@ -354,7 +354,7 @@ class Distillation:
         ]
         texts = self.texts.train
         name = f"blocks-{texts_digest([*settings, *texts])}.safetensors"
-        path = options.work_folder / "vectors" / name
+        path = options.work_folder / "embeddings" / name
 
         with (
             self.training.main_process_first(local=False, desc="block-wise transfer"),
@@ -572,7 +572,7 @@ def embed_texts(
 
     def path_of(name: str, content: Sequence[str]) -> Path:
         file = f"{name}-{texts_digest([*settings, *content])}.npy"
-        return options.work_folder / "vectors" / file
+        return options.work_folder / "embeddings" / file
 
     evaluated = {}
     for name, rows in texts.evaluated.items():

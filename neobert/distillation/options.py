@@ -169,10 +169,14 @@ class LossOptions(OptionGroup):
         1.0, "Weight of 1 - cosine between the embeddings of student and teacher."
     )
     similarity_weight: Annotated[float, Meta(ge=0)] = option(
-        0.5, "Weight of the KL divergence between the similarities within a batch."
+        0.5,
+        "Weight of the KL divergence between the similarities of student and teacher within a "
+        "batch.",
     )
     memory_bank_weight: Annotated[float, Meta(ge=0)] = option(
-        1.0, "Weight of the KL divergence between the similarities to the memory bank."
+        1.0,
+        "Weight of the KL divergence between the similarities of student and teacher to the memory "
+        "bank.",
     )
     memory_bank_size: Annotated[int, Meta(ge=1)] = option(
         8192, "Number of training texts in the memory bank of teacher embeddings."

@@ -152,7 +152,7 @@ class CpuClassifier:
         self.classifier = model.classifier
 
     @classmethod
-    def for_model(cls, model: Any) -> "CpuClassifier | None":
+    def from_model(cls, model: Any) -> "CpuClassifier | None":
         """Return the forward pass of a model, or None if the model is not supported."""
         is_supported = (
             type(model).__name__ == NeoBERTForSequenceClassification.__name__

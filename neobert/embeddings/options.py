@@ -46,7 +46,10 @@ class EncoderOptions(OptionGroup):
         metavar="NAME",
     )
     attn_implementation: str | None = option(
-        None, "Attention implementation of transformers.", metavar="NAME"
+        None,
+        "Attention implementation of transformers, such as sdpa, eager or flash_attention_2. By "
+        "default the choice of transformers.",
+        metavar="NAME",
     )
     trust_remote_code: bool = option(False, TRUST_REMOTE_CODE_HELP, affects_results=False)
 

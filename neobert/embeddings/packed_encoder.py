@@ -168,7 +168,8 @@ def _dtype(model: Any) -> torch.dtype:
 
 def _check_arguments(model: "SentenceTransformer", dtype: str, settings: Mapping[str, Any]) -> None:
     """Raise UserError if an argument of `PackedEncoder` does not apply to a loaded model."""
-    changes = dict(settings)
+    # By default these arguments are None or False.
+    changes = {k: v for k, v in settings.items() if v is not None and v is not False}
     if dtype not in ("auto", dtype_name(_dtype(model))):
         changes["dtype"] = dtype
     if changes:
@@ -224,7 +225,12 @@ class PackedEncoder:
         device: Device of the model; by default CUDA if it is available.
         batch_tokens: Maximum number of tokens per batch; by default 65,536 on CUDA, and
             3,072 elsewhere.
-        settings: Further arguments of `load_sentence_transformer`, for a directory or a Hub name.
+        max_length: Maximum sequence length in tokens; longer texts are truncated. By default the
+            limit of the model.
+        pooling: "mean" or "cls", for an encoder without a pooling module; "mean" by default.
+        tokenizer: Directory or Hub name, for an encoder whose directory has no tokenizer.
+        attn_implementation: Attention implementation of transformers.
+        trust_remote_code: Whether to run the Python code in the repository of the model.
 
     Raises:
         UserError: If the model cannot be loaded, `batch_tokens` is not positive, or an argument
@@ -257,11 +263,23 @@ class PackedEncoder:
         dtype: str = "auto",
         device: str | torch.device | None = None,
         batch_tokens: int | None = None,
-        **settings: Any,
+        *,
+        max_length: int | None = None,
+        pooling: str | None = None,
+        tokenizer: str | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if batch_tokens is not None and batch_tokens < 1:
             raise UserError(f"`batch_tokens` must be at least 1, got {batch_tokens}.")
         self.device = choose_device(device)
+        settings = {
+            "max_length": max_length,
+            "pooling": pooling,
+            "tokenizer": tokenizer,
+            "attn_implementation": attn_implementation,
+            "trust_remote_code": trust_remote_code,
+        }
         if isinstance(model, (str, Path)):
             # A missing model is reported before "auto" measures the speed of the dtypes.
             check_model(str(model))

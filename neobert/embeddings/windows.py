@@ -48,7 +48,7 @@ class WindowSettings:
     overlap: int
 
     @classmethod
-    def for_model(
+    def from_model(
         cls,
         tokenizer: Any,
         max_length: int | None,

@@ -74,7 +74,7 @@ class CorpusEncoder:
 
         self.windows: WindowSettings | None = None
         if long_texts.long_texts == "windows":
-            self.windows = WindowSettings.for_model(
+            self.windows = WindowSettings.from_model(
                 encoder.sentence_transformer.tokenizer,
                 encoder.max_length,
                 self.prompt,
@@ -137,7 +137,7 @@ class CorpusEncoder:
             truncation = Truncation.from_lengths(list(map(len, tokens)), lengths)
             return Windows(tokens, np.arange(len(texts))), truncation
 
-        # `WindowSettings.for_model` refuses models without a maximum length.
+        # `WindowSettings.from_model` refuses models without a maximum length.
         max_length = self.encoder.max_length
         assert max_length is not None
         tokenizer = self.encoder.sentence_transformer.tokenizer

@@ -29,8 +29,6 @@ from .manifest import Manifest, Truncation
 
 
 MANIFEST = "_metadata.json"
-# Name of the manifest in outputs of an earlier version.
-_EARLIER_MANIFEST = "_vectors.json"
 # Keys in the metadata of parquet files: the manifest, and the description of a `Part`.
 MANIFEST_KEY = "neobert_vectors"
 PART_KEY = "neobert_part"
@@ -196,12 +194,6 @@ class Folder:
         if MANIFEST in names:
             content = json.loads(self.filesystem.cat_file(self.path_of(MANIFEST)))
             return Manifest.from_json(content, self.url)
-
-        if _EARLIER_MANIFEST in names:
-            raise UserError(
-                f"{self.url} must contain {MANIFEST}, got {_EARLIER_MANIFEST} of an earlier "
-                "version. Its embeddings can be read; to add texts, choose another output."
-            )
 
         # Hidden and temporary files may exist before the manifest.
         if not all(name.startswith((".", "_")) for name in names):

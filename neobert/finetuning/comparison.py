@@ -174,7 +174,6 @@ class Baselines:
         # The baselines of tokens predict tags of words, all others one label per row.
         if self.task.name == TOKENS:
             token_baselines = fit_token_baselines(
-                self.task,
                 self.splits.train,
                 test,
                 self.options.model.model,

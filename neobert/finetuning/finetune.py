@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DataCollatorForTokenClassification,
@@ -30,13 +29,14 @@ from transformers import (
 from transformers.trainer_utils import EvalPrediction
 
 from ..common import __version__
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError
 from ..common.files import read_json, write_json
 from ..common.folders import check_disjoint
 from ..common.identity import model_fingerprint
 from ..common.loading import (
     check_model,
     check_vocabulary,
+    load_config,
     load_tokenizer,
     model_file,
     text_limit,
@@ -198,12 +198,7 @@ def run_identity(
 
 def _known_labels(options: FinetuneOptions) -> dict[str, int] | None:
     """Return the label numbers of a model that is a classifier already."""
-    try:
-        config = AutoConfig.from_pretrained(
-            options.model.model, trust_remote_code=options.model.trust_remote_code
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{options.model.model} cannot be loaded: {one_line(error)}.") from error
+    config = load_config(options.model.model, options.model.trust_remote_code)
     labels = getattr(config, "label2id", None)
     return {str(name): number for name, number in labels.items()} if labels else None
 
@@ -364,14 +359,12 @@ class Finetuning:
         return DataCollatorForTokenClassification(self.tokenizer)
 
     def _starts_from_regression(self) -> bool:
-        """Return whether the model to start from is a regression model.
+        """Return whether the initial model is a regression model.
 
         Other models with one output, such as rerankers, do not predict labels in their unit.
         """
         # `load_classifier` replaces the problem type of the model that it returns.
-        config = AutoConfig.from_pretrained(
-            self.options.model.model, trust_remote_code=self.options.model.trust_remote_code
-        )
+        config = load_config(self.options.model.model, self.options.model.trust_remote_code)
         return config.problem_type == self.task.problem_type
 
     def _tokenize(self) -> None:

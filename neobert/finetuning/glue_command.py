@@ -42,7 +42,7 @@ class Inputs:
 
     Attributes:
         tokenizer: Tokenizer of the model.
-        model_digest: Digest of the model's weights.
+        model_digest: Digest of the model's weights, configuration and tokenizer.
         hidden_size: Hidden size of the encoder, None if unknown.
         splits: Rows of every task, {task: splits}.
     """
@@ -232,7 +232,9 @@ def load_inputs(options: GlueOptions, tasks: Sequence[Task]) -> Inputs:
                 f"`name` {options.name!r} is already used in {folder} for other weights or rows. "
                 "Choose another --name or --output."
             )
-    return Inputs(load_tokenizer(model), digest, hidden_size, splits)
+    return Inputs(
+        load_tokenizer(model, options.model.trust_remote_code), digest, hidden_size, splits
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -340,7 +340,7 @@ class GlueRun:
         task: Task of the run.
         hyperparameters: One of the combinations of the options.
         seed: Random seed.
-        model_digest: Digest of the model's weights.
+        model_digest: Digest of the model's weights, configuration and tokenizer.
         rows: Digest of the task's rows.
         start: Name of the MNLI run that the run starts from, or None.
     """

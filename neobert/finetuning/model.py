@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..common.errors import UserError, one_line
+from ..common.loading import load_config
 
 
 # Names of the dropout before the classifier in the configurations of encoders.
@@ -24,10 +25,7 @@ def encoder_hidden_size(name: str, trust_remote_code: bool = False) -> int | Non
     Raises:
         UserError: If the configuration cannot be loaded.
     """
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loadable(name, error) from error
+    config = load_config(name, trust_remote_code)
     return getattr(config.get_text_config(), "hidden_size", None)
 
 

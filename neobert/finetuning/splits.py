@@ -124,7 +124,7 @@ def _check_sizes(task: TextTask, splits: Splits, options: DataOptions) -> None:
             remedy = f"Add rows, or raise --{name}-percent."
             if task.name == CLASSIFICATION:
                 remedy += " Labels of fewer than 3 texts stay in the training rows."
-        raise UserError(f"the {name} part must have at least 2 rows, got {count}. {remedy}")
+        raise UserError(f"the {name} split must have at least 2 rows, got {count}. {remedy}")
 
 
 def split_rows(

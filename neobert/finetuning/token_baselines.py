@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from .tagging import OUTSIDE, Bounds, token_positions
-from .text_tasks import Examples, TextTask
+from .text_tasks import Examples
 
 
 Tags = list[list[str]]
@@ -40,7 +40,6 @@ class TokenBaseline:
 
 
 def fit_token_baselines(
-    task: TextTask,
     train: Examples,
     test: Examples,
     model: str,
@@ -54,7 +53,6 @@ def fit_token_baselines(
     states.
 
     Args:
-        task: Task with tags.
         train: Training rows.
         test: Rows to predict.
         model: Directory or Hub name of the encoder before fine-tuning.

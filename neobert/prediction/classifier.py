@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import expit
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..common.data import replace_surrogates
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError
 from ..common.loading import (
     check_model,
     choose_device,
     default_batch_tokens,
+    load_config,
     load_tokenizer,
     text_limit,
 )
@@ -70,7 +71,7 @@ class TaskRecord:
     is_inferred: bool = False
 
     @classmethod
-    def load(cls, model: str, trust_remote_code: bool = False) -> "TaskRecord":
+    def from_model(cls, model: str, trust_remote_code: bool = False) -> "TaskRecord":
         """Read task.json of a model, or infer the task of another classifier from config.json.
 
         Raises:
@@ -91,10 +92,7 @@ class TaskRecord:
             return cls(task, record["max_length"], record["temperature"])
 
         # Other classifiers have no task.json. Their configuration determines the task.
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{model} cannot be loaded: {one_line(error)}.") from error
+        config = load_config(model, trust_remote_code)
         return cls(_task_of_config(config, model), None, 1.0, is_inferred=True)
 
     @property
@@ -192,7 +190,7 @@ class PackedClassifier:
 
         # NeoBERT takes batches without padding. Batches of other models are padded.
         self.packs = self.model.config.model_type == "neobert"
-        self._forward = CpuClassifier.for_model(self.model)
+        self._forward = CpuClassifier.from_model(self.model)
 
         # An option may exceed the length in training, but not the limit of the model.
         max_length = options.long_texts.max_length
@@ -225,7 +223,7 @@ class PackedClassifier:
                 f"`overlap` must be less than {window}, `--max-length` without the special tokens, "
                 f"got {overlap}."
             )
-        return WindowSettings.for_model(
+        return WindowSettings.from_model(
             self.tokenizer, self.max_length, window=window, overlap=overlap
         )
 

@@ -221,7 +221,9 @@ class Prediction:
         Raises:
             UserError: If the input or an option does not suit the model.
         """
-        record = TaskRecord.load(self.options.model.model, self.options.model.trust_remote_code)
+        record = TaskRecord.from_model(
+            self.options.model.model, self.options.model.trust_remote_code
+        )
         columns, text_columns = self._columns(record)
         # The options may name other text columns than those of the training.
         record = dataclasses.replace(
@@ -244,7 +246,7 @@ class Prediction:
         predictions = output_columns(record.task, all_probabilities, is_split)
         return PartWriter(
             record=record,
-            table=Table.for_files(self.files, self.format, columns, text_columns, predictions),
+            table=Table.from_files(self.files, self.format, columns, text_columns, predictions),
             has_word_lists=has_word_lists,
             all_probabilities=all_probabilities,
         )

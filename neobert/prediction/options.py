@@ -35,7 +35,7 @@ class DataOptions(OptionGroup):
         metavar="NAME",
     )
     probabilities: bool = option(
-        False, "Add one column with the probability of each label, probability_LABEL."
+        False, "Add one column per label, probability_LABEL, with the probability of the label."
     )
     rows: Annotated[int, Meta(ge=1)] = option(
         4096, "Number of rows that are read, predicted and stored together."
@@ -76,7 +76,7 @@ class LongTextOptions(OptionGroup):
     )
     overlap: Annotated[int, Meta(ge=0)] | None = option(
         None,
-        "Maximum overlap of neighboring windows in tokens. By default one eighth of the length.",
+        "Maximum overlap of neighboring windows in tokens. By default one eighth of the window.",
     )
 
     def __post_init__(self) -> None:

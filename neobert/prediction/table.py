@@ -80,7 +80,7 @@ class Table:
     schema: pyarrow.Schema | None = None
 
     @classmethod
-    def for_files(
+    def from_files(
         cls,
         files: Sequence[data.File],
         output_format: str,

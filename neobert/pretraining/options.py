@@ -49,7 +49,8 @@ class ModelOptions(OptionGroup):
     init_embeddings: Literal["transfer"] | None = option(
         None,
         "Initialization of the token embeddings if --tokenizer differs from the tokenizer of "
-        "--init-from. transfer: use the embeddings of the old tokens (vocabulary transfer).",
+        "--init-from. transfer: use the embeddings of the old tokens (vocabulary transfer). "
+        "By default another tokenizer is an error.",
     )
 
     def __post_init__(self) -> None:

@@ -257,7 +257,7 @@ class Classifier:
         self._tokenizer = tokenizer
         self._activation = activation
 
-        self._forward = CpuClassifier.for_model(model)
+        self._forward = CpuClassifier.from_model(model)
         self.labels: list[str] = [model.config.id2label[i] for i in range(model.num_labels)]
 
     @classmethod

@@ -85,8 +85,8 @@ class RequestOptions(OptionGroup):
     batch_tokens: Annotated[int, Meta(ge=1)] | None = option(None, BATCH_TOKENS_HELP)
     queue_tokens: Annotated[int, Meta(ge=1)] = option(
         200_000,
-        "Maximum number of tokens in the queue of a model, above which requests are refused with "
-        "HTTP 429.",
+        "Maximum number of tokens in the queue of a model. A request that does not fit at the "
+        "moment is refused with HTTP 429, and a request with more tokens than this with HTTP 413.",
     )
 
 

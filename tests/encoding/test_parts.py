@@ -196,8 +196,8 @@ def test_a_pooling_without_the_prompt(model_folder, tmp_path):
 def test_outputs_of_other_versions_are_refused(folder, model_folder, encoder, tmp_path):
     """Outputs of other versions, with another file name or other fields, are refused."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "_vectors.json").write_text("{}")
-    with pytest.raises(UserError, match="got _vectors.json of an earlier version"):
+    (tmp_path / "out" / "encode.json").write_text("{}")
+    with pytest.raises(UserError, match="must be new or an output of neobert encode"):
         embed(folder, tmp_path / "out", model_folder, encoder)
 
     embed(folder, tmp_path / "new", model_folder, encoder)

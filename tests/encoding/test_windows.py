@@ -98,7 +98,7 @@ def test_window_within_a_word_keeps_the_tokens_of_the_text(model_folder):
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     word = "zxqvkjw" * 3
     tokenizer = encoder.sentence_transformer.tokenizer
-    settings = WindowSettings.for_model(tokenizer, encoder.max_length, "", 4, 0)
+    settings = WindowSettings.from_model(tokenizer, encoder.max_length, "", 4, 0)
     windows = text_windows(tokenizer, encoder.max_length, [word], "", settings)
     tokens = encoder.tokenize([word])[0][1:-1]
     assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == tokens.tolist()
@@ -158,7 +158,7 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
     tokenizer = encoder.sentence_transformer.tokenizer
-    settings = WindowSettings.for_model(tokenizer, encoder.max_length, "", 40)
+    settings = WindowSettings.from_model(tokenizer, encoder.max_length, "", 40)
     assert settings.overlap == 5
 
     windows = text_windows(tokenizer, encoder.max_length, texts, "", settings)

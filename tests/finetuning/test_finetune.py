@@ -364,7 +364,7 @@ def test_task_is_saved_for_predict(tmp_path):
     for has_spaces in (False, True):
         task = TextTask("tokens", ("tokens",), (), ("O", "B-X"), bio=True, has_spaces=has_spaces)
         write_json(tmp_path / "task.json", task_record(task, 64, 1.5))
-        assert TaskRecord.load(str(tmp_path)) == TaskRecord(task, 64, 1.5)
+        assert TaskRecord.from_model(str(tmp_path)) == TaskRecord(task, 64, 1.5)
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("mean", "mean"), ("max", None)])
@@ -633,11 +633,10 @@ def tagged_examples(texts, tag_of):
 def test_token_baselines_of_training_rows_without_entities(tmp_path):
     """If all training words have the tag `O`, every baseline predicts `O` for every word."""
     model = str(runs.write_model(tmp_path))
-    task = TextTask("tokens", ("text",), ("entities",), ("O", "B-X", "I-X"), True)
     train = tagged_examples(["the film is long", "a story of Mary"], {})
     test = tagged_examples(["Mary is in the house", "", "a film"], {"Mary": "B-X"})
     tokenizer = AutoTokenizer.from_pretrained(model)
-    baselines = token_baselines.fit_token_baselines(task, train, test, model, tokenizer, 64)
+    baselines = token_baselines.fit_token_baselines(train, test, model, tokenizer, 64)
     assert len(baselines) == 3
     for baseline in baselines:
         assert baseline.tags == [["O"] * 5, [], ["O"] * 2], f"Unexpected tags of {baseline.name}."
@@ -653,8 +652,7 @@ def test_token_baselines_learn_from_a_random_sample(monkeypatch, tmp_path):
     test = tagged_examples(["Mary saw the film"], {"Mary": "B-X"})
     model = str(runs.write_model(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    task = TextTask("tokens", ("text",), ("entities",), ("O", "B-X"), True)
-    baselines = token_baselines.fit_token_baselines(task, train, test, model, tokenizer, 64)
+    baselines = token_baselines.fit_token_baselines(train, test, model, tokenizer, 64)
     assert baselines[1].tags == test.labels
     # The texts have 4 or 5 words.
     assert baselines[0].train_rows == 80

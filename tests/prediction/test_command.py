@@ -208,7 +208,7 @@ def test_values_of_a_regression_keep_their_digits(tmp_path):
     """Small values are not rounded to 0, and a value has no more digits than a float32."""
     folder = write_classifier(tmp_path / "value", labels=["value"], problem_type="regression")
     options = OPTIONS["predict"].read(["in.jsonl", "out.jsonl", "--model", str(folder)])
-    packed = PackedClassifier(options, TaskRecord.load(str(folder)))
+    packed = PackedClassifier(options, TaskRecord.from_model(str(folder)))
     logits = np.array([[3.04e-07], [0.1], [16777215]], np.float32).astype(np.float64)
     values = [row["prediction"] for row in packed._labels(logits, all_probabilities=False)]
     assert values == [3.04e-07, 0.1, 16777215]
@@ -482,7 +482,7 @@ def test_words_of_windows_match_brute_force(tagger):
 
     arguments = ["in.jsonl", "out.jsonl", "--model", str(tagger), "--long-texts", "windows"]
     options = OPTIONS["predict"].read([*arguments, "--overlap", "20"])
-    classifier = PackedClassifier(options, TaskRecord.load(str(tagger)))
+    classifier = PackedClassifier(options, TaskRecord.from_model(str(tagger)))
     batch = classifier.tokenize([(text,) for text in rows], words)
     windows = text_windows(
         classifier.tokenizer, 64, rows, "", classifier.windows, with_offsets=True
@@ -550,7 +550,7 @@ def test_logits_are_averaged_over_windows(tmp_path, model):
     from neobert.embeddings.windows import WindowSettings, text_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    settings = WindowSettings.for_model(tokenizer, 64, window=62)
+    settings = WindowSettings.from_model(tokenizer, 64, window=62)
     windows = text_windows(tokenizer, 64, [long], "", settings)
     classifier = AutoModelForSequenceClassification.from_pretrained(model).eval()
     with torch.no_grad():

@@ -178,10 +178,10 @@ def test_cpu_forward_matches_model_logits(classifier, dtype, pooling, tmp_path):
 def test_cpu_forward_is_not_used_with_hooks(classifier):
     """A model with a forward hook does not use the fast forward pass, which would skip the hook."""
     model = load(classifier, "classifier").model
-    assert CpuClassifier.for_model(model)
+    assert CpuClassifier.from_model(model)
     with model.model.register_forward_hook(lambda *arguments: None):
-        assert CpuClassifier.for_model(model) is None
-    assert CpuClassifier.for_model(model.model) is None
+        assert CpuClassifier.from_model(model) is None
+    assert CpuClassifier.from_model(model.model) is None
 
 
 def write_task(folder):
