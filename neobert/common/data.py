@@ -11,6 +11,7 @@ s3:// requires s3fs, gs:// gcsfs, and hf:// nothing more.
 Memory use is constant. Nothing is cached, so changes to a file are always seen.
 """
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -20,7 +21,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, overload
+from typing import Any, BinaryIO, NamedTuple, overload
 
 import fsspec
 import pyarrow
@@ -470,6 +471,62 @@ _PARSERS: dict[str | None, Callable[[Any], Any]] = {
 }
 
 
+class _ZstdReader(io.RawIOBase):
+    """Content of a .zst file, which may have several frames.
+
+    The reader of zstandard ends without an error if the last frame is incomplete.
+
+    Args:
+        file: Compressed file.
+
+    Raises:
+        EOFError: When a read reaches the end of an incomplete frame.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file = file
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            # Bytes after the end of a frame are the start of the next one.
+            is_complete = self._frame is None or self._frame.eof
+            compressed = self._frame.unused_data if self._frame and is_complete else b""
+            compressed = compressed or self._file.read(io.DEFAULT_BUFFER_SIZE)
+            if not compressed:
+                if is_complete:
+                    return 0
+                raise EOFError("compressed file ended before the end-of-stream marker was reached")
+            if is_complete:
+                self._frame = self._new_frame()
+            self._content = memoryview(self._frame.decompress(compressed))
+
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+@contextlib.contextmanager
+def _open_text(file: File, newline: str) -> Iterator[io.TextIOWrapper]:
+    """Open a text file, which may be compressed."""
+    is_zstd = file.name.lower().endswith(".zst")
+    compression = None if is_zstd else "infer"
+    with fsspec.open(file.url, "rb", compression=compression) as binary:
+        if is_zstd:
+            binary = io.BufferedReader(_ZstdReader(binary))
+        # utf-8-sig removes the byte order mark that Excel writes.
+        with io.TextIOWrapper(binary, "utf-8-sig", newline=newline) as lines:
+            yield lines
+
+
 def _text_rows(
     file: File,
     columns: Sequence[str] | None,
@@ -481,30 +538,27 @@ def _text_rows(
     Lines cannot be skipped or reduced to some columns before they are parsed. The last three
     parameters are those of `_parquet_rows`, and are not used.
     """
-    with fsspec.open(file.url, "rb", compression="infer") as binary:
-        is_table = file.format in (".csv", ".tsv")
-        # utf-8-sig removes the byte order mark that Excel writes. The csv module finds line ends
-        # itself, because quoted texts may contain them.
-        newline = "" if file.format == ".csv" else "\n"
-        with io.TextIOWrapper(binary, "utf-8-sig", newline=newline) as lines:
-            if not is_table:
-                yield from (line for line in lines if not line.isspace())
-                return
+    is_table = file.format in (".csv", ".tsv")
+    # The csv module finds line ends itself, because quoted texts may contain them.
+    with _open_text(file, newline="" if file.format == ".csv" else "\n") as lines:
+        if not is_table:
+            yield from (line for line in lines if not line.isspace())
+            return
 
-            # The default limit of 128 KiB is shorter than many documents.
-            csv.field_size_limit(2**30)
-            # csv.DictReader reads a blank line as a header without columns.
-            table = itertools.dropwhile(str.isspace, lines)
-            if file.format == ".csv":
-                reader = csv.DictReader(table, strict=True)
-            else:
-                # In a tsv file a quote is a character like any other. The csv module would end a
-                # row at a carriage return inside of a cell.
-                cells = (line.rstrip("\r\n").replace("\r", " ") for line in table)
-                reader = csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
+        # The default limit of 128 KiB is shorter than many documents.
+        csv.field_size_limit(2**30)
+        # csv.DictReader reads a blank line as a header without columns.
+        table = itertools.dropwhile(str.isspace, lines)
+        if file.format == ".csv":
+            reader = csv.DictReader(table, strict=True)
+        else:
+            # In a tsv file a quote is a character like any other. The csv module would end a row at
+            # a carriage return inside of a cell.
+            cells = (line.rstrip("\r\n").replace("\r", " ") for line in table)
+            reader = csv.DictReader(cells, delimiter="\t", quoting=csv.QUOTE_NONE)
 
-            _check_header(file, reader.fieldnames or ())
-            yield from reader
+        _check_header(file, reader.fieldnames or ())
+        yield from reader
 
 
 def _check_header(file: File, names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ NAME removes it. Existing directories are never replaced.
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,19 @@ def check_folder(output: str | Path, name: str = "the output") -> None:
     """
     if Path(output).exists() and not Path(output).is_dir():
         raise UserError(f"{name} must be a directory, and {output} is a file. Choose another name.")
+
+
+def check_row_name(name: str) -> None:
+    """Check that the name of a row in a table can also be that of a file or directory.
+
+    Raises:
+        UserError: If it cannot.
+    """
+    if not re.fullmatch(r"[\w.+-]*[\w+-][\w.+-]*", name):
+        raise UserError(
+            f"`name` must consist of letters, digits and . _ + -, got {name!r}. Pass another "
+            "--name."
+        )
 
 
 def check_new(output: str | Path, name: str = "the output") -> None:

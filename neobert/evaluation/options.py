@@ -1,6 +1,5 @@
 """Options of `neobert retrieval` and `neobert mteb`. Imports neither torch nor transformers."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ..common.constants import DEVICE_HELP, DTYPES
-from ..common.errors import UserError
+from ..common.folders import check_row_name
 from ..common.options import OptionGroup, OptionParser, option
 from ..embeddings.instructions import TEMPLATE, check_template
 from ..embeddings.options import AUTO_DTYPE_HELP, BATCH_TOKENS_HELP, EncoderOptions
@@ -67,11 +66,7 @@ class TaskOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         # The name is also that of a file.
-        if not re.fullmatch(r"[\w.+-]+", self.row):
-            raise UserError(
-                f"`name` must consist of letters, digits and . _ + -, got {self.row!r}. Pass "
-                "another --name."
-            )
+        check_row_name(self.row)
 
     @property
     def row(self) -> str:

@@ -15,12 +15,6 @@ from .source import SourceModel
 
 logger = logging.getLogger("neobert.export")
 
-# Maximum error of a value by dtype, relative to the largest value of its tensor. float16 has 11
-# significant bits, and rounds by at most half a step. q8_0 has 127 steps, and stores their size in
-# float16. A file of q5_0 also contains q4_0, which has 8 steps below zero but only 7 above, so a
-# large value may be clipped by a whole step.
-MAX_ERRORS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q5_0": 1 / 8 + 2.0**-11}
-
 
 def check_output(options: GgufOptions) -> None:
     """Check that OUTPUT is a new file, or with `--check` an existing one.
@@ -46,7 +40,7 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     Raises:
         UserError: If llama.cpp cannot run the model, or the values differ.
     """
-    from .gguf_file import check_model, largest_error, new_writer, write_tensors
+    from .gguf_file import check_model, compare_tensors, new_writer, write_tensors
 
     if isinstance(source.model, NeoBERTForMaskedLM):
         logger.warning(
@@ -80,9 +74,8 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     )
 
     if options.format.check:
-        # The file may have any of the data types, so the largest bound applies.
-        error = largest_error(output, source.model, writer)
-        if not error <= max(MAX_ERRORS.values()):
+        error, is_rounding = compare_tensors(output, source.model, writer)
+        if not is_rounding:
             raise UserError(f"{output} does not contain this model: {_describe_error(error)}.")
         print(f"{output} contains this model: {_describe_error(error)}")
         return
@@ -90,8 +83,8 @@ def export(source: SourceModel, options: GgufOptions) -> None:
     # The file appears at OUTPUT after it has been read back and compared.
     with new_file(output) as file:
         write_tensors(writer, file.name, source.model, dtype)
-        error = largest_error(file.name, source.model, writer)
-        if not error <= MAX_ERRORS[dtype]:
+        error, is_rounding = compare_tensors(file.name, source.model, writer)
+        if not is_rounding:
             raise UserError(f"the file was discarded: {_describe_error(error)}.")
         size = Path(file.name).stat().st_size
     print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_describe_error(error)}")

@@ -33,6 +33,21 @@ _FILE_TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "q5_0": gguf.LlamaFileType.MOSTLY_Q5_0,
 }
+# Maximum error of a value by the type of its tensor, relative to the largest value of the tensor.
+# float16 has 11 significant bits, and rounds by at most half a step. q8_0 has 127 steps, and stores
+# their size in float16. q5_0 and q4_0 have one step more below zero than above, so a large value
+# may be clipped by a whole step. Other types have 4 bits or less.
+_MAX_ERRORS = {
+    gguf.GGMLQuantizationType.F32: 0.0,
+    gguf.GGMLQuantizationType.F16: 2.0**-11,
+    gguf.GGMLQuantizationType.BF16: 2.0**-8,
+    gguf.GGMLQuantizationType.Q8_0: 0.5 / 127 + 2.0**-11,
+    gguf.GGMLQuantizationType.Q5_0: 1 / 16 + 2.0**-11,
+}
+_MAX_OTHER_ERROR = 1 / 8 + 2.0**-11
+# Maximum root mean square of the errors, relative to that of the values: the error of q4_0 in
+# blocks that contain a single value other than 0. Weights of another training run differ more.
+_MAX_RELATIVE_ERROR = 0.25
 # Number of values that share one scale in q8_0, q5_0 and q4_0.
 _BLOCK = 32
 _MAX_F16 = 65504.0
@@ -393,8 +408,8 @@ def write_tensors(writer: gguf.GGUFWriter, path: str | Path, model: Any, dtype: 
         writer.write_tensors_to_file()
 
 
-def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> float:
-    """Return the largest difference between the values of a file and those of a model.
+def compare_tensors(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> tuple[float, bool]:
+    """Compare the values of a file with those of a model.
 
     Args:
         path: GGUF file, which may be written by other software.
@@ -402,7 +417,8 @@ def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> floa
         writer: Result of `new_writer`, with the keys that the file must have.
 
     Returns:
-        The largest difference, relative to the largest value of its tensor.
+        The largest difference, relative to the largest value of its tensor; and whether all
+        differences are rounding errors of the types in the file.
 
     Raises:
         UserError: If the file is not a GGUF file, or a key or a tensor is not that of the model.
@@ -416,6 +432,7 @@ def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> floa
     # Every tensor of the model must be in the file. Others, such as a decoder, have no effect.
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     worst = 0.0
+    is_rounding = True
     for name, exact in tensors_of(model).items():
         stored = tensors.get(name)
         # GGUF lists the dimensions in reverse order.
@@ -424,8 +441,12 @@ def largest_error(path: str | Path, model: Any, writer: gguf.GGUFWriter) -> floa
         values = gguf.dequantize(stored.data, stored.tensor_type).reshape(exact.shape)
         # The bound avoids a division by zero.
         largest = max(float(np.abs(exact).max()), float(np.finfo(np.float32).tiny))
-        worst = max(worst, float(np.abs(values - exact).max()) / largest)
-    return worst
+        errors = values - exact
+        max_error = float(np.abs(errors).max()) / largest
+        worst = max(worst, max_error)
+        is_rounding &= max_error <= _MAX_ERRORS.get(stored.tensor_type, _MAX_OTHER_ERROR)
+        is_rounding &= bool(np.linalg.norm(errors) <= _MAX_RELATIVE_ERROR * np.linalg.norm(exact))
+    return worst, is_rounding
 
 
 def _check_keys(path: str | Path, reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:

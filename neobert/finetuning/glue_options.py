@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from msgspec import Meta
 
 from ..common.constants import RECIPES, TRUST_REMOTE_CODE_HELP
 from ..common.errors import UserError
+from ..common.folders import check_row_name
 from ..common.options import OptionGroup, OptionParser, identity, option
 from ..training.lora import LoraOptions
 from ..training.options import result_options
@@ -260,6 +260,10 @@ class GlueOptions:
     lora: GlueLoraOptions = GlueLoraOptions()
     trainer: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # The name is also that of a directory.
+        check_row_name(self.name)
+
     @property
     def name(self) -> str:
         """Name of the model in the table."""
@@ -389,7 +393,7 @@ class GlueRun:
             parts.append(f"lora{self.options.lora.lora_rank}")
         parts += [f"seed{self.seed}", digest]
 
-        row = Path(self.options.output.output) / re.sub(r"[^\w.-]+", "-", self.options.name)
+        row = Path(self.options.output.output) / self.options.name
         return row / self.task.name / "_".join(parts)
 
 

@@ -369,6 +369,12 @@ class PretrainOptions:
                 "`evaluate_only` needs a model to evaluate. Pass --init-from, for example the "
                 "output directory of a run."
             )
+        save_steps = self.trainer.get("save_steps", 0)
+        if self.output.keep_every and save_steps >= 1 and self.output.keep_every % save_steps:
+            raise UserError(
+                f"`keep_every` must be a multiple of `save_steps` ({save_steps:g}), because other "
+                f"steps have no checkpoint, got {self.output.keep_every}."
+            )
 
     @property
     def output_folder(self) -> Path:

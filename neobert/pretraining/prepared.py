@@ -99,6 +99,8 @@ def prepare_dataset(
 
     with new_folder(path) as folder:
         counts = _write_texts(folder / "texts.arrow", load_rows(sources), tokenizer, key["dataset"])
+        if not counts["rows"]:
+            raise UserError(f"the dataset {key['dataset']} has no rows.")
         if not counts["kept"]:
             raise UserError(
                 f"none of the {counts['rows']} rows of the dataset {key['dataset']} contains text "

@@ -15,6 +15,7 @@ an interrupted run.
 
 import hashlib
 import io
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -60,6 +61,8 @@ from .pseudo_perplexity_options import (
 )
 from .sources import Source, load_rows, parse_sources, source_key
 
+
+logger = logging.getLogger("neobert.pseudo_perplexity")
 
 # Number of rows of the data from which the texts are selected.
 MAX_ROWS = 20_000
@@ -126,8 +129,9 @@ class Bucket:
         error_texts: Standard error from the variation between texts, which includes the former;
             None for a single text.
         pseudo_perplexity: Exponential of the mean cross-entropy.
-        low: Lower end of the 95 % interval, which is based on the larger error.
-        high: Upper end of the 95 % interval.
+        low: Lower end of the 95 % interval, which is based on the larger error; None if it is
+            unknown.
+        high: Upper end of the 95 % interval; None if it is unknown.
     """
 
     name: str
@@ -139,8 +143,8 @@ class Bucket:
     error_positions: float | None
     error_texts: float | None
     pseudo_perplexity: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,9 +292,12 @@ def summarize(rows: pandas.DataFrame) -> list[Bucket]:
         error_positions = math.sqrt(squared_errors.sum(skipna=False)) / len(texts)
         error_texts = means.sem()
 
-        # 1.96 standard errors on both sides are a 95 % interval. The exponential of 700 is close to
-        # the largest float64.
-        margin = 1.96 * np.nanmax([error_positions, error_texts, 0.0])
+        # 1.96 standard errors on both sides are a 95 % interval. A single text has no error between
+        # texts, and its interval is unknown if all positions, or only one of them, were masked. The
+        # exponential of 700 is close to the largest float64.
+        margin = math.nan
+        if len(texts) > 1 or error_positions > 0:
+            margin = 1.96 * np.nanmax([error_positions, error_texts])
         interval = np.exp(np.minimum([mean - margin, mean, mean + margin], 700)).tolist()
 
         bucket = Bucket(
@@ -303,8 +310,8 @@ def summarize(rows: pandas.DataFrame) -> list[Bucket]:
             error_positions=None if math.isnan(error_positions) else error_positions,
             error_texts=None if math.isnan(error_texts) else float(error_texts),
             pseudo_perplexity=interval[1],
-            low=interval[0],
-            high=interval[2],
+            low=None if math.isnan(margin) else interval[0],
+            high=None if math.isnan(margin) else interval[2],
         )
         buckets.append(bucket)
     return buckets
@@ -398,6 +405,9 @@ def usable_lengths(
             of the model.
         models: The model in all YaRN settings.
         tokenizer: Tokenizer of the model.
+
+    Raises:
+        UserError: If the model supports none of the lengths.
     """
     if not lengths:
         limits = [position_limit(model.base_model) or LENGTHS[-1] for model in models]
@@ -411,7 +421,23 @@ def usable_lengths(
 
     # A text needs at least one token besides the special tokens.
     min_length = tokenizer.num_special_tokens_to_add() + 1
-    return sorted({length for length in lengths if min_length <= length <= limit})
+    usable = sorted({length for length in lengths if min_length <= length <= limit})
+    unusable = ", ".join(str(length) for length in sorted(set(lengths) - set(usable)))
+    bounds = f"at least {min_length} and at most {limit}"
+    if limit < min_length:
+        bounds = f"at least {min_length}"
+    if not usable:
+        raise UserError(
+            f"`lengths` must be {bounds} tokens for this model, got {unusable}. Pass other "
+            "--lengths."
+        )
+    if unusable:
+        logger.warning(
+            "The lengths %s are omitted, because they must be %s tokens for this model.",
+            unusable,
+            bounds,
+        )
+    return usable
 
 
 def select_excerpts(
@@ -442,12 +468,17 @@ def select_excerpts(
     # Texts are truncated to the largest length when they are read, so MAX_ROWS of them fit
     # into memory. Identical texts have one digest and are measured once.
     texts = {}
+    row_count = 0
     for row in load_rows(sources).take(MAX_ROWS):
+        row_count += 1
         text = row["text"] or ""
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ids and lengths:
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             texts[digest] = ids[: lengths[-1] - special_count]
+
+    if row_count == MAX_ROWS:
+        logger.warning("The texts are selected from the first %s rows.", f"{MAX_ROWS:,}")
 
     # The longest texts are used at every length that they reach, so the results of two lengths
     # differ in nothing but the length.
@@ -538,9 +569,10 @@ def write_page(path: Path, buckets: Sequence[Bucket], environment_text: str) -> 
     """
     columns = ["name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high"]
     table = pandas.DataFrame([asdict(bucket) for bucket in buckets])[columns].round(3)
+    cells = table.astype(object).where(table.notna(), "").astype(str).values.tolist()
     page = (
         f"# Pseudo-perplexity\n\n{environment_text}.\n\n"
-        f"{markdown_table(columns, table.astype(str).values.tolist())}\n"
+        f"{markdown_table(columns, cells)}\n"
         "The pseudo-perplexity is the exponential of the mean cross-entropy, with every position "
         "masked separately. `low` and `high` are the ends of its 95 % interval, which covers the "
         "selection of texts and of positions.\n"
@@ -567,8 +599,10 @@ def plot_buckets(buckets: Sequence[Bucket]) -> Figure:
     axes = figure.subplots()
     for label, points in lines.items():
         points = sorted(points, key=lambda point: point.length)
-        below = [point.pseudo_perplexity - point.low for point in points]
-        above = [point.high - point.pseudo_perplexity for point in points]
+        # A single text has no interval.
+        values = [point.pseudo_perplexity for point in points]
+        below = [value - (point.low or value) for value, point in zip(values, points)]
+        above = [(point.high or value) - value for value, point in zip(values, points)]
         axes.errorbar(
             [point.length for point in points],
             [point.pseudo_perplexity for point in points],

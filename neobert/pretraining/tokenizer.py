@@ -73,8 +73,8 @@ def train_tokenizer(options: TokenizerOptions) -> str:
     data = options.data
     sources = parse_sources(data.texts, data.split, data.column, "texts")
     # Report unusable paths before the texts are read, which may take long.
-    check_new(data.output)
     check_disjoint(data.output, *(path for source in sources for path in source.paths))
+    check_new(data.output)
 
     base_name = options.vocabulary.extend or str(TOKENIZER)
     base = _load_wordpiece_tokenizer(base_name)

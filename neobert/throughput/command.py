@@ -292,11 +292,13 @@ def row_table(rows: Sequence[Row]) -> str:
     ]
 
     lines: list[list[object]] = []
+    errors: list[str] = []
     for row in rows:
         # A row with an error has no measured values.
         name = [row["set"], row["model"], row["implementation"]]
         if row.get("error"):
-            lines.append([*name, "", "", "", "", row["error"], "", ""])
+            lines.append([*name, "", "", "", "failed", "", "", ""])
+            errors.append(f"- {', '.join(name)}: {row['error']}\n")
             continue
 
         peak = row["peak_memory_mib"]
@@ -312,7 +314,8 @@ def row_table(rows: Sequence[Row]) -> str:
                 None if peak is None else f"{peak:,.0f}",
             ]
         )
-    return markdown_table(header, lines)
+    table = markdown_table(header, lines)
+    return f"{table}\n{''.join(errors)}" if errors else table
 
 
 def comparison(rows: Sequence[Row]) -> str:
@@ -372,7 +375,7 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
         small: Configuration fields that replace the published ones, for tests.
 
     Returns:
-        The exit code: 0, or 130 after an interrupt.
+        The exit code: 0, 1 if all measurements failed, or 130 after an interrupt.
     """
     options = OPTIONS["throughput"].read(sys.argv[1:] if argv is None else argv)
     log_options(options)
@@ -382,8 +385,8 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
 
     # A directory that cannot be used is reported before the measurement, which may take hours.
     check_new(plan.output, "output")
-
     folder = Path(plan.output)
+    folder.mkdir(parents=True, exist_ok=True)
     record = environment(dtype=plan.dtype)
     save = functools.partial(write_results, folder, plan, record)
     try:
@@ -391,11 +394,14 @@ def main(argv: Sequence[str] | None = None, small: Mapping[str, Any] | None = No
     except KeyboardInterrupt:
         # Shells report 128 plus the number of the signal, which is 2 for SIGINT.
         finished = "No workload has finished."
-        if folder.exists():
+        if (folder / "throughput.json").exists():
             finished = f"{folder} contains the workloads that have finished."
         print(f"interrupted. {finished}", file=sys.stderr)
         return 130
 
     write_plots(folder, record, rows)
     print(row_table(rows), comparison(rows), sep="\n")
-    return 0
+    failed = sum(1 for row in rows if row.get("error"))
+    if failed:
+        print(f"{failed} of {len(rows)} measurements failed, see the table.", file=sys.stderr)
+    return 1 if failed == len(rows) else 0

@@ -242,6 +242,14 @@ class Plan:
                 f"{' and '.join(plan.implementations)}, got {', '.join(plan.models)}. Add neobert, "
                 "or another implementation."
             )
+        # The defaults contain models that not every implementation can run.
+        measured = {model for model, _ in plan.pairs()}
+        if omitted := [name for name in flatten(options)["models"] or () if name not in measured]:
+            raise UserError(
+                f"`--models` must not contain {', '.join(omitted)} for the implementations "
+                f"{' and '.join(plan.implementations)}, which only neobert has. Add another "
+                "implementation, or omit the model."
+            )
         return plan
 
     def pairs(self) -> list[tuple[str, str]]:

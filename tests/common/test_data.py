@@ -62,6 +62,26 @@ def write(path, rows=ROWS):
     return path
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_truncated_compressed_file_is_refused(tmp_path, suffix):
+    """A compressed file that ends early is an error, after the rows before its end."""
+    path = write(tmp_path / f"rows.txt{suffix}")
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(UserError, match="ended before the end-of-stream marker was reached"):
+        list(rows(path))
+
+
+def test_zstd_files_with_several_frames(tmp_path):
+    """All frames of a .zst file are read, with content larger than the buffers."""
+    zstandard = pytest.importorskip("zstandard")
+    lines = [f"{number} {'long text ' * 3000}" for number in range(20)]
+    parts = ["\n".join(lines[:12]) + "\n", "", "\n".join(lines[12:])]
+    (tmp_path / "rows.txt.zst").write_bytes(
+        b"".join(zstandard.compress(part.encode()) for part in parts)
+    )
+    assert [row["text"] for row in rows(tmp_path / "rows.txt.zst")] == lines
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_rows(tmp_path, name):
     """Check the rows, the columns and the number of rows of a file in each format."""

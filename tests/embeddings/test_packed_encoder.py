@@ -128,7 +128,9 @@ def test_weights_that_are_missing_or_do_not_fit_are_refused(tmp_path):
         PackedEncoder(str(model), dtype="float32", device="cpu")
 
 
-@pytest.mark.parametrize("arguments", [{"dtype": "int8"}, {"max_length": 16}, {"nonsense": 3}])
+@pytest.mark.parametrize(
+    "arguments", [{"dtype": "int8"}, {"max_length": 16}, {"trust_remote_code": True}]
+)
 def test_settings_of_a_loaded_model_are_refused(reference, arguments):
     """An argument that would be ignored for a SentenceTransformer is an error."""
     ((name, value),) = arguments.items()

@@ -4,6 +4,7 @@ These tests read the file with the package `gguf` from PyPI and compute its outp
 (gguf_engine.py). `make test-engines` runs llama.cpp itself.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -390,6 +391,24 @@ def test_check_compares_existing_file(make, published_order, monkeypatch, capsys
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(UserError, match=message):
             export(source, "--check", name="theirs.bin")
+
+
+@pytest.mark.parametrize(
+    "dtype, noise, is_accepted",
+    [("f16", 0.0, True), ("f16", 0.002, False), ("q8_0", 0.0, True), ("q8_0", 0.02, False)]
+    + [("q5_0", 0.0, True), ("q5_0", 0.2, False)],
+)
+def test_check_rejects_weights_of_another_run(make, dtype, noise, is_accepted):
+    """`--check` accepts the rounding of the types in a file, and no larger differences."""
+    source = make()
+    export(source, "--dtype", dtype)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in source.model.parameters():
+            weight += noise * weight.abs().max() * (2 * torch.rand_like(weight) - 1)
+    expected = nullcontext() if is_accepted else pytest.raises(UserError, match="does not contain")
+    with expected:
+        export(source, "--check")
 
 
 def test_check_rejects_wrong_feed_forward_length(make):

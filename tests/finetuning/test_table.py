@@ -237,3 +237,10 @@ def test_unrelated_table_files_are_not_replaced(world, tmp_path):
             run(world, tmp_path)
         assert (tmp_path / name).read_text() == "{}"
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../other", "a/b", "two words"])
+def test_names_that_are_no_directory_are_refused(name):
+    """The name of a row is that of a directory in the output, which it must not leave."""
+    with pytest.raises(UserError, match="`name` must consist of letters, digits and"):
+        GLUE_OPTIONS.read(["--task", "rte", "--model", "m", "--name", name])

@@ -251,6 +251,12 @@ def test_standard_errors_of_a_bucket():
     assert bucket.error_texts is None, "a single text has no variation"
     assert bucket.high == pytest.approx(math.exp(1 + 1.96 * 0.3))
 
+    # If every position was masked, or only one, the errors of a single text are 0 or unknown.
+    for error in (0.0, math.nan):
+        (bucket,) = module.summarize(rows[:1].assign(standard_error=error))
+        assert (bucket.low, bucket.high) == (None, None)
+        assert bucket.pseudo_perplexity == pytest.approx(math.e)
+
 
 def test_published_json_matches_the_csv():
     """Check that the JSON file in results/ is the summary of the CSV file next to it."""
@@ -373,6 +379,19 @@ def test_unusable_models_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="the tokenizer .* got 30523"):
         run(folder, tmp_path / "out", model=model_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_lengths_that_a_model_does_not_support(folder, caplog):
+    """Lengths without room for a token, or without positions, are an error or are omitted."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert")
+    model = BertForMaskedLM.from_pretrained(folder / "bert")
+    for lengths, bounds in (([1, 2], "at least 3"), ([60], "at least 3 and at most 48")):
+        with pytest.raises(
+            UserError, match=f"`lengths` must be {bounds} tokens for this model, got"
+        ):
+            module.usable_lengths(lengths, [model], tokenizer)
+    assert module.usable_lengths([60, 2, 16], [model], tokenizer) == [16]
+    assert "The lengths 2, 60 are omitted" in caplog.text
 
 
 def test_plot_shows_confidence_intervals_per_length():

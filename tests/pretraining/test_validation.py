@@ -369,6 +369,14 @@ def test_evaluate_only_requires_validation_texts_and_a_model(corpus, tmp_path):
         pretrain.read_run([*arguments, "--validation", str(corpus / "train.txt")])
 
 
+def test_kept_checkpoints_must_be_saved(corpus, tmp_path):
+    """`keep_every` is a multiple of `save_steps`."""
+    arguments = [*arguments_of(corpus, tmp_path), "--save-steps", "4", "--keep-every"]
+    with pytest.raises(UserError, match=r"must be a multiple of `save_steps` \(4\), .* got 6"):
+        pretrain.read_run([*arguments, "6"])
+    assert pretrain.read_run([*arguments, "8"]).options.output.keep_every == 8
+
+
 def test_validation_set_as_mapping_or_list():
     """Check the types of values of a named validation set: a mapping with keys, and a list."""
     sets = parse_validation(

@@ -239,8 +239,20 @@ def test_failing_model_does_not_end_the_run(tmp_path, monkeypatch):
 def test_sequence_above_max_length_is_recorded_as_error(tmp_path):
     """A sequence above the maximum length of a model is recorded as an error of the row."""
     arguments = ["--sets", "600", "--models", "bert-base", "--implementations", "sdpa"]
-    assert tiny(tmp_path / "out", *arguments) == 0
+    # The exit code reports that every measurement failed.
+    assert tiny(tmp_path / "out", *arguments) == 1
     assert rows_of(tmp_path / "out")[0]["error"] == "takes texts of at most 512 tokens"
+    page = (tmp_path / "out" / "throughput.md").read_text()
+    assert "- 600, bert-base, sdpa: takes texts of at most 512 tokens\n" in page
+
+
+def test_models_that_no_implementation_can_run_are_refused(tmp_path):
+    """A requested model is not omitted silently."""
+    arguments = ["--models", "neobert", "bert-base", "--implementations", "padded"]
+    with pytest.raises(
+        UserError, match="must not contain bert-base for the implementations padded"
+    ):
+        tiny(tmp_path / "out", *arguments)
 
 
 # ------------------------------------------------------------------------------------------------
