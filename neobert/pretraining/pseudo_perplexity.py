@@ -423,9 +423,10 @@ def usable_lengths(
     min_length = tokenizer.num_special_tokens_to_add() + 1
     usable = sorted({length for length in lengths if min_length <= length <= limit})
     unusable = ", ".join(str(length) for length in sorted(set(lengths) - set(usable)))
-    bounds = f"at least {min_length} and at most {limit}"
-    if limit < min_length:
-        bounds = f"at least {min_length}"
+    # Without a limit of the model, `limit` is the largest of the requested lengths.
+    bounds = f"at least {min_length}"
+    if limit < max(lengths):
+        bounds += f" and at most {limit}"
     if not usable:
         raise UserError(
             f"`lengths` must be {bounds} tokens for this model, got {unusable}. Pass other "
