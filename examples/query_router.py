@@ -29,6 +29,11 @@ TEACHER = "sentence-transformers/all-MiniLM-L6-v2"
 TEXTS = ["a bird of prey", "an eagle", "a violin"]
 
 
+def prompt_of(encoder: SentenceTransformer, name: str) -> str:
+    """Return the prompt of an encoder for queries or documents, "" if it has none."""
+    return encoder.prompts.get(name) or encoder.prompts.get(encoder.default_prompt_name) or ""
+
+
 def build_router(query_model: str, document_model: str) -> SentenceTransformer:
     """Return a model with a route for queries and one for documents.
 
@@ -56,7 +61,15 @@ def build_router(query_model: str, document_model: str) -> SentenceTransformer:
     router = Router.for_query_document(
         query_modules=list(query.children()), document_modules=list(document.children())
     )
-    return SentenceTransformer(modules=[router], device="cpu", similarity_fn_name="cosine")
+    return SentenceTransformer(
+        modules=[router],
+        device="cpu",
+        prompts={
+            "query": prompt_of(query, "query"),
+            "document": prompt_of(document, "document"),
+        },
+        similarity_fn_name="cosine",
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ Batches are packed, an interrupted evaluation resumes, and tables of the benchma
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from ..embeddings.packed_encoder import PackedEncoder
 from .mteb_tables import read_run, read_runs, task_table, write_tables
 from .options import BENCHMARKS, OPTIONS, MtebOptions
 
+
+logger = logging.getLogger("neobert.mteb")
 
 # Texts of symmetric tasks have no prompt type, and all of them get the instruction. In asymmetric
 # tasks, only the queries get it.
@@ -160,11 +163,12 @@ def resolve_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str
     """Return the instructions of the option `--instructions`, {task name or task type: text}.
 
     Args:
-        choice: Path of a file, "mteb" for the prompts of MTEB, or "none".
+        choice: Path of a file, "mteb" for the prompts of MTEB, "model" for those of the model, or
+            "none".
         tasks: Tasks to evaluate.
 
     Returns:
-        The instructions of the file, {} for "mteb", and None for "none".
+        The instructions of the file, {} for "mteb", and None for "model" and "none".
 
     Raises:
         UserError: If the file cannot be read, or a name is neither a task, a part of a task nor a
@@ -172,7 +176,7 @@ def resolve_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str
     """
     if choice == "mteb":
         return {}
-    if choice == "none":
+    if choice in ("model", "none"):
         return None
     # An aggregate task, such as CQADupstackRetrieval, consists of tasks with names of their own.
     names: set[str] = set()
@@ -193,6 +197,7 @@ class PackedModel(AbsEncoder):
         instructions: Instructions that replace those of MTEB, {task name or type: text}, or None
             for no instruction at all.
         template: Format of an instruction before a text.
+        uses_model_prompts: Whether to use the prompts of the model for queries and documents.
     """
 
     # An instruction file may contain a task or a task type. The prompt in the metadata of the task
@@ -211,12 +216,14 @@ class PackedModel(AbsEncoder):
         revision: str,
         instructions: dict[str, str] | None,
         template: str,
+        uses_model_prompts: bool = False,
     ) -> None:
         # MTEB reads all attributes but `encoder`, so their names are those of `AbsEncoder`.
         self.encoder = encoder
         self.model = encoder.sentence_transformer
         self.prompts_dict = instructions
         self.instruction_template = template
+        self.uses_model_prompts = uses_model_prompts
         self.mteb_model_meta = ModelMeta.create_empty({"name": name, "revision": revision})
 
     def prompt(self, task_metadata: TaskMetadata, prompt_type: PromptType | None) -> str:
@@ -238,11 +245,17 @@ class PackedModel(AbsEncoder):
         """Return the embeddings of all texts of a loader, (N, D) float32, batched by tokens."""
         # The encoder forms its own batches, for which it needs the lengths of all texts.
         texts = [text for batch in inputs for text in batch["text"]]
-        return self.encoder.encode(
-            texts,
-            prompt=self.prompt(task_metadata, prompt_type),
-            show_progress_bar=kwargs.get("show_progress_bar", True),
-        )
+        progress_bar = kwargs.get("show_progress_bar", True)
+        if self.uses_model_prompts:
+            encode = self.encoder.encode
+            if prompt_type == PromptType.query:
+                encode = self.encoder.encode_query
+            elif prompt_type == PromptType.document:
+                encode = self.encoder.encode_document
+            return encode(texts, show_progress_bar=progress_bar)
+
+        prompt = self.prompt(task_metadata, prompt_type)
+        return self.encoder.encode(texts, prompt=prompt, show_progress_bar=progress_bar)
 
 
 def fingerprint(
@@ -257,7 +270,7 @@ def fingerprint(
         encoder.max_length,
         encoder.prompts,
         encoder.pooling,
-        instructions,
+        "model" if options.instructions.instructions == "model" else instructions,
         options.instructions.instruction_template,
     ]
     return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
@@ -291,11 +304,19 @@ def evaluate(
     template = options.instructions.instruction_template
     instructions = resolve_instructions(options.instructions.instructions, tasks)
     revision = fingerprint(encoder, options, instructions)
+    uses_model_prompts = options.instructions.instructions == "model"
+    if encoder.prompts and not uses_model_prompts:
+        logger.warning(
+            "The prompts of the model are not used: %s. Pass `--instructions model` to use them.",
+            ", ".join(encoder.prompts),
+        )
 
     # A conflict is reported before the evaluation, which may take hours.
     _earlier_run(folder / f"{name}.json", revision)
 
-    model = PackedModel(encoder, f"neobert/{name}", revision, instructions, template)
+    model = PackedModel(
+        encoder, f"neobert/{name}", revision, instructions, template, uses_model_prompts
+    )
     results = mteb.evaluate(
         model,  # type: ignore[arg-type]
         tasks,

@@ -82,9 +82,9 @@ class TaskInstructionOptions(OptionGroup):
 
     instructions: str = option(
         "mteb",
-        "Instructions: mteb (the prompt of each task), none, or a YAML or JSON file "
-        "{task or type: text}.",
-        metavar="{mteb,none,PATH}",
+        "Instructions before the texts: mteb (the prompt of each task), model (the prompts of the "
+        "model for queries and documents), none, or a YAML or JSON file {task or type: text}.",
+        metavar="{mteb,model,none,PATH}",
     )
     instruction_template: str = option(TEMPLATE, "Format of an instruction before a text.")
 

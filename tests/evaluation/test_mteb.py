@@ -317,6 +317,30 @@ def test_scores_match_sentence_transformers_evaluator(model_folder, encoder, tmp
             assert score == pytest.approx(100 * expected, abs=1e-3)
 
 
+def test_prompts_of_the_model(encoder, tmp_path, caplog):
+    """`--instructions model` uses the prompts of the model, which other choices do not use."""
+    folder = tmp_path / "prompts"
+    encoder.sentence_transformer.save_pretrained(str(folder))
+    path = folder / "config_sentence_transformers.json"
+    prompts = {"query": "the cold sea of ", "document": "a story: "}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": prompts}))
+
+    queries = {f"q{i}": prompts["query"] + text for i, text in enumerate(TEXTS[:8])}
+    documents = {f"d{i}": prompts["document"] + text for i, text in enumerate(TEXTS)}
+    relevant = {name: set(document_ids) for name, document_ids in TinyRetrieval.relevant.items()}
+    evaluate = InformationRetrievalEvaluator(queries, documents, relevant, ndcg_at_k=[10])
+    expected = 100 * evaluate(encoder.sentence_transformer)["cosine_ndcg@10"]
+
+    out = tmp_path / "out"
+    report = run(str(folder), out, "TinyRetrieval", instructions="model")
+    assert report["scores"]["TinyRetrieval"] == pytest.approx(expected, abs=1e-3)
+    assert "prompts of the model are not used" not in caplog.text
+
+    other = run(str(folder), out, "TinyRetrieval", name="other", instructions="none")
+    assert other["scores"]["TinyRetrieval"] != pytest.approx(expected, abs=1e-3)
+    assert "The prompts of the model are not used: query, document." in caplog.text
+
+
 def test_second_run_adds_tasks_and_refuses_another_model(
     model_folder, tokenizer_dir, tmp_path, monkeypatch
 ):

@@ -44,6 +44,24 @@ def script():
     return module
 
 
+def test_router_keeps_the_prompts_of_both_encoders(script, tmp_path):
+    """Queries and documents have the prompts of their encoders, or their default prompts."""
+    documents = SentenceTransformer(bert_encoder(tmp_path, 384), device="cpu")
+    documents.prompts = {"passage": "passage: "}
+    documents.default_prompt_name = "passage"
+    documents.save_pretrained(str(tmp_path / "documents"))
+    queries = SentenceTransformer(str(ENCODER), device="cpu", trust_remote_code=True)
+    queries.prompts = {"query": "a question about "}
+    queries.save_pretrained(str(tmp_path / "queries"))
+
+    router = script.build_router(str(tmp_path / "queries"), str(tmp_path / "documents"))
+    expected = queries.encode_query(TEXTS), documents.encode_document(TEXTS)
+    for embeddings, reference in zip(
+        (router.encode_query(TEXTS), router.encode_document(TEXTS)), expected
+    ):
+        np.testing.assert_allclose(embeddings, reference, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_each_route_has_the_embeddings_of_its_encoder(script, tmp_path, capsys):
     """The saved router encodes queries and documents with their own encoders."""
