@@ -151,12 +151,14 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
     """Return the table of a file, with the embedding of each text in `embedding`.
 
     Args:
-        path: File with the columns `id` and `text`.
+        path: File with the columns `id` and `text`, and optionally `embedding`: the embeddings of
+            the same model.
         model: Sentence encoder for texts without an embedding.
         id_type: Arrow type of the stored IDs; None for a new store.
 
     Raises:
-        UserError: If a column or a value is missing, or if an ID does not have the stored type.
+        UserError: If a column or a value is missing, if an ID does not have the stored type, or if
+            embeddings are quantized.
     """
     frame = read_frame(path)
     if missing := {"id", "text"} - set(frame):
@@ -180,7 +182,13 @@ def read_rows(path: str, model: str, id_type: pa.DataType | None) -> pa.Table:
 
     # LanceDB searches in lists of a fixed size: the embeddings, and their signs as bits.
     table = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
-    embeddings = np.stack(frame["embedding"]).astype(np.float32)
+    embeddings = np.stack(frame["embedding"])
+    if embeddings.dtype.kind != "f":
+        raise UserError(
+            f"the embeddings in {path} must be floating-point numbers, got {embeddings.dtype}. Run "
+            "neobert encode without --output-dtype."
+        )
+    embeddings = embeddings.astype(np.float32)
     for name, values in (("embedding", embeddings), ("bits", to_bits(embeddings))):
         column = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
         table = table.append_column(name, column)

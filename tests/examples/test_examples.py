@@ -508,6 +508,15 @@ def test_search_adds_all_files_also_to_an_empty_store(run_search, tmp_path):
     assert len(ids(run_search("find", "bed", "--top", 300))) == 100
 
 
+def test_search_refuses_quantized_embeddings(run_search, tmp_path):
+    """The search needs floating-point embeddings, and computes the signs itself."""
+    embedding = np.array([3, 200], np.uint8)
+    frame = pandas.DataFrame({"id": [1], "text": ["a"], "embedding": [embedding]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="must be floating-point numbers, got uint8"):
+        run_search("add", tmp_path / "a.parquet")
+
+
 def test_search_replaces_all_columns_of_a_row(search_module, run_search, tmp_path):
     """A replaced row has null in the columns that its file does not have."""
     (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "old", "kind": "noun", "year": 1990}\n')
