@@ -369,11 +369,24 @@ class PretrainOptions:
                 "`evaluate_only` needs a model to evaluate. Pass --init-from, for example the "
                 "output directory of a run."
             )
+        self._check_keep_every()
+
+    def _check_keep_every(self) -> None:
+        """Check that the checkpoints that `keep_every` keeps are saved.
+
+        Raises:
+            UserError: If they are not, because `keep_every` is no multiple of `save_steps`.
+        """
+        keep_every = self.output.keep_every
         save_steps = self.trainer.get("save_steps", 0)
-        if self.output.keep_every and save_steps >= 1 and self.output.keep_every % save_steps:
+        # `save_steps` below 1 is a fraction of the steps. A run that is shorter than `keep_every`,
+        # such as a trial run of a recipe, keeps nothing.
+        if self.trainer.get("save_strategy", "steps") != "steps" or save_steps < 1:
+            return
+        if keep_every % save_steps and keep_every <= self.optimization.max_steps:
             raise UserError(
                 f"`keep_every` must be a multiple of `save_steps` ({save_steps:g}), because other "
-                f"steps have no checkpoint, got {self.output.keep_every}."
+                f"steps have no checkpoint, got {keep_every}."
             )
 
     @property
