@@ -5,12 +5,11 @@ NeoBERT runs packed, without padding. Other models run on padded batches of text
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from scipy.special import expit
-from transformers import PreTrainedConfig
 
 from ..common.data import replace_surrogates
 from ..common.errors import UserError
@@ -46,6 +45,10 @@ from ..finetuning.tokenization import tokenize_rows
 from .loading import default_activation, default_length, load_classifier
 from .options import PredictOptions
 
+
+if TYPE_CHECKING:
+    # transformers 4 has another spelling.
+    from transformers import PreTrainedConfig
 
 # Maximum sequence length of a model without any limit.
 _UNLIMITED_LENGTH = 512
@@ -103,7 +106,7 @@ class TaskRecord:
         return (len(self.task.text_columns),)
 
 
-def _task_of_config(config: PreTrainedConfig, model: str) -> TextTask:
+def _task_of_config(config: "PreTrainedConfig", model: str) -> TextTask:
     """Return the task of a classifier that neobert finetune has not trained.
 
     Raises:

@@ -1,20 +1,20 @@
 """Loading of classifiers for `neobert predict` and `neobert serve`. Does not import pyarrow."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ..common.errors import UserError, one_line
 from ..common.loading import check_regression_dtype, check_trained_head, text_limit
 from ..common.task_file import TOKENS
 from ..quantization.int8 import quantize_int8
 
+
+if TYPE_CHECKING:
+    # transformers 4 has another spelling.
+    from transformers import PreTrainedConfig
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
@@ -72,7 +72,7 @@ def default_length(model: Any, tokenizer: Any, training_length: int | None) -> i
     return min((limit for limit in limits if limit), default=None)
 
 
-def default_activation(config: PreTrainedConfig) -> Activation:
+def default_activation(config: "PreTrainedConfig") -> Activation:
     """Return the function that maps the logits of a sequence classifier to its values.
 
     It is that of the text-classification pipeline of transformers. A single output without a

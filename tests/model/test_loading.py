@@ -8,7 +8,9 @@ The environment variable NEOBERT_EXCHANGE names a directory in which runs with d
 transformers exchange models.
 """
 
+import ast
 import filecmp
+import importlib
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from helpers.paths import ROOT
 from helpers.reference import FIELDS, LEARNED, assert_same, make_model, random_batch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -586,3 +589,33 @@ def test_disk_offload_by_blocks(tmp_path):
 def test_published_aliases():
     """The package exports the class names of the published code."""
     assert neobert.NeoBERT is NeoBERTModel and neobert.NeoBERTLMHead is NeoBERTForMaskedLM
+
+
+def names_from_transformers(path):
+    """Yield the module and the name of every import from transformers, except for types.
+
+    Args:
+        path: Python file.
+    """
+    todo = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        # Imports for type checkers are not executed, and those in a `try` may fail.
+        is_typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if is_typing or isinstance(node, ast.Try):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        todo += ast.iter_child_nodes(node)
+
+
+def test_imports_from_transformers_exist_in_this_version():
+    """All commands can be imported with every version of transformers that is supported."""
+    paths = [*(ROOT / "neobert").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in paths
+        for module, name in names_from_transformers(path)
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    assert not missing
