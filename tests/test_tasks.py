@@ -115,7 +115,7 @@ def environment(tmp_path_factory):
 
     A sitecustomize.py hides all modules that do not belong to the extra of the README.
     """
-    extra = re.search(r"in a clone with `pip install -e '\.\[(\w+)\]'`", README)[1]
+    extra = re.search(r"in a clone with `pip install -e '\.\[(\w+)\]'", README)[1]
     distributions = installed_by(extra)
     hidden = [
         module
