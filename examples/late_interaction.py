@@ -8,8 +8,6 @@ negatives {"negative": "a wrong answer"}. The other answers of a batch are negat
 `python examples/make_pairs.py --output DATA` writes such a directory.
 """
 
-import argparse
-
 import torch
 from datasets import Dataset
 from sentence_transformers import (
@@ -24,41 +22,14 @@ from transformers import set_seed
 
 # Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import check_model, check_new, load_rows, run_script, warmup_options
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="chandar-lab/NeoBERT",
-        help="Directory or name on the Hub. (default: %(default)s)",
-    )
-    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
-    parser.add_argument(
-        "--output",
-        default="runs/late_interaction",
-        help="New output directory. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--epochs",
-        type=float,
-        default=3.0,
-        help="Number of training epochs. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=32,
-        help="Number of rows per step and device. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
-    )
-    return parser.parse_args(argv)
+from neobert.scripts import (
+    check_model,
+    check_new,
+    load_rows,
+    run_script,
+    training_parser,
+    warmup_options,
+)
 
 
 def recall_at_1(model: MultiVectorEncoder, questions: list[str], answers: list[str]) -> float:
@@ -74,7 +45,7 @@ def recall_at_1(model: MultiVectorEncoder, questions: list[str], answers: list[s
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate the encoder, and return recall@1 before and after training."""
-    args = parse_args(argv)
+    args = training_parser(__doc__, "runs/late_interaction", batch_size=32).parse_args(argv)
     # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)

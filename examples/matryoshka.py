@@ -25,38 +25,19 @@ from transformers import set_seed
 
 # Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import check_model, check_new, load_rows, run_script, warmup_options
+from neobert.scripts import (
+    check_model,
+    check_new,
+    load_rows,
+    run_script,
+    training_parser,
+    warmup_options,
+)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="chandar-lab/NeoBERT",
-        help="Directory or name on the Hub. (default: %(default)s)",
-    )
-    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
-    parser.add_argument(
-        "--output", default="runs/matryoshka", help="New output directory. (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--epochs",
-        type=float,
-        default=3.0,
-        help="Number of training epochs. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=32,
-        help="Number of rows per step and device. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
-    )
+    parser = training_parser(__doc__, "runs/matryoshka", batch_size=32)
     parser.add_argument(
         "--dims",
         type=int,

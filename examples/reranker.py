@@ -8,7 +8,6 @@ the answer to another question, sampled at random, is the wrong one.
 `python examples/make_pairs.py --output DATA` writes such a directory.
 """
 
-import argparse
 import random
 
 import numpy as np
@@ -20,39 +19,15 @@ from transformers import set_seed
 
 # Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="chandar-lab/NeoBERT",
-        help="Directory or name on the Hub. (default: %(default)s)",
-    )
-    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
-    parser.add_argument(
-        "--output", default="runs/reranker", help="New output directory. (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--epochs",
-        type=float,
-        default=3.0,
-        help="Number of training epochs. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=32,
-        help="Number of rows per step and device. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
-    )
-    return parser.parse_args(argv)
+from neobert.scripts import (
+    UserError,
+    check_model,
+    check_new,
+    load_rows,
+    run_script,
+    training_parser,
+    warmup_options,
+)
 
 
 def add_random_negatives(rows: list[dict], seed: int = 0) -> list[dict]:
@@ -103,7 +78,7 @@ def accuracy_of(model: CrossEncoder, rows: list[dict]) -> float:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate a reranker, and return its accuracy before and after training."""
-    args = parse_args(argv)
+    args = training_parser(__doc__, "runs/reranker", batch_size=32).parse_args(argv)
     # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)

@@ -6,7 +6,6 @@ DATA is a directory with train.jsonl and test.jsonl, whose rows are {"tokens": [
 "here"], "tags": ["PERSON", "O", "O"]}. The first token of a word carries its tag.
 """
 
-import argparse
 from collections import Counter
 
 import numpy as np
@@ -23,41 +22,15 @@ from transformers import (
 
 # Importing neobert also registers the model in transformers, so no remote code is needed.
 from neobert import default_learning_rate
-from neobert.scripts import UserError, check_model, check_new, load_rows, run_script, warmup_options
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model",
-        default="chandar-lab/NeoBERT",
-        help="Directory or name on the Hub. (default: %(default)s)",
-    )
-    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
-    parser.add_argument(
-        "--output",
-        default="runs/token_classification",
-        help="New output directory. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--epochs",
-        type=float,
-        default=3.0,
-        help="Number of training epochs. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=16,
-        help="Number of rows per step and device. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
-    )
-    return parser.parse_args(argv)
+from neobert.scripts import (
+    UserError,
+    check_model,
+    check_new,
+    load_rows,
+    run_script,
+    training_parser,
+    warmup_options,
+)
 
 
 def load_words(path: str) -> list[dict]:
@@ -83,7 +56,7 @@ def load_words(path: str) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate the model, and return its accuracy and that of a baseline."""
-    args = parse_args(argv)
+    args = training_parser(__doc__, "runs/token_classification", batch_size=16).parse_args(argv)
     # Fail before the training rather than after it.
     check_new(args.output)
     check_model(args.model)

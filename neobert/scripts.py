@@ -8,7 +8,7 @@
 from .common.errors import UserError
 from .common.folders import check_new
 from .common.loading import check_model, copy_code
-from .common.scripts import load_rows, run_script
+from .common.scripts import load_rows, run_script, training_parser
 from .training.options import warmup_options
 
 
@@ -19,5 +19,6 @@ __all__ = [
     "copy_code",
     "load_rows",
     "run_script",
+    "training_parser",
     "warmup_options",
 ]

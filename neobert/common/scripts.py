@@ -3,6 +3,7 @@
 A script ends with `run_script(main)` below `if __name__ == "__main__":`.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,52 @@ def run_script(main: Callable[[], object]) -> NoReturn:
         return 0
 
     sys.exit(guarded(name, run))
+
+
+def training_parser(
+    description: str | None, output: str, batch_size: int
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that all training scripts have.
+
+    These are `--model`, `--data`, `--output`, `--epochs`, `--batch-size` and `--learning-rate`.
+
+    Args:
+        description: Text of `--help`.
+        output: Default of `--output`.
+        batch_size: Default of `--batch-size`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    # Input and output.
+    parser.add_argument(
+        "--model",
+        default="chandar-lab/NeoBERT",
+        help="Directory or name on the Hub. (default: %(default)s)",
+    )
+    parser.add_argument("--data", required=True, help="Directory with train.jsonl and test.jsonl.")
+    parser.add_argument(
+        "--output", default=output, help="New output directory. (default: %(default)s)"
+    )
+
+    # Training.
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        default=3.0,
+        help="Number of training epochs. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=batch_size,
+        help="Number of rows per step and device. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
+    return parser
 
 
 def load_rows(

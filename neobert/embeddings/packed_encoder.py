@@ -168,8 +168,10 @@ def _dtype(model: Any) -> torch.dtype:
 
 def _check_arguments(model: "SentenceTransformer", dtype: str, settings: Mapping[str, Any]) -> None:
     """Raise UserError if an argument of `PackedEncoder` does not apply to a loaded model."""
-    # By default these arguments are None or False.
-    changes = {k: v for k, v in settings.items() if v is not None and v is not False}
+    # The defaults of these arguments are None and False.
+    changes = {
+        name: value for name, value in settings.items() if value is not None and value is not False
+    }
     if dtype not in ("auto", dtype_name(_dtype(model))):
         changes["dtype"] = dtype
     if changes:

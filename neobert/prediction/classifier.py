@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy.special import expit
 
 from ..common.data import replace_surrogates
 from ..common.errors import UserError
@@ -47,7 +46,7 @@ from .options import PredictOptions
 
 
 if TYPE_CHECKING:
-    # transformers 4 has another spelling.
+    # transformers 4 spells it `PretrainedConfig`.
     from transformers import PreTrainedConfig
 
 # Maximum sequence length of a model without any limit.
@@ -127,7 +126,7 @@ def _task_of_config(config: "PreTrainedConfig", model: str) -> TextTask:
 
     if config.problem_type == "multi_label_classification":
         return TextTask(MULTI_LABEL, ("text",), (), labels)
-    # The score of a reranker is a value, too.
+    # The single output without a problem type is the score of a reranker, which is a value, too.
     if config.problem_type == "regression" or len(labels) == 1:
         return TextTask(REGRESSION, ("text",), ())
     return TextTask(CLASSIFICATION, ("text",), (), labels)
@@ -418,10 +417,11 @@ class PackedClassifier:
     def _labels(self, logits: np.ndarray, all_probabilities: bool) -> list[dict[str, Any]]:
         """Return the values or labels of texts from their logits, (N, C)."""
         if self.task.name == REGRESSION:
-            is_score = default_activation(self.model.config) == "sigmoid"
-            values = np.float32(expit(logits[:, 0]) if is_score else logits[:, 0])
+            values = logits[:, 0]
+            if default_activation(self.model.config) == "sigmoid":
+                values = probabilities(values, self.temperature, multi_label=True)
             # The text of a float32 has the fewest digits that identify it, also for small values.
-            return [{"prediction": float(str(value))} for value in values]
+            return [{"prediction": float(str(np.float32(value)))} for value in values]
 
         multi_label = self.task.name == MULTI_LABEL
         labels = self.task.labels

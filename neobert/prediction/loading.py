@@ -13,7 +13,7 @@ from ..quantization.int8 import quantize_int8
 
 
 if TYPE_CHECKING:
-    # transformers 4 has another spelling.
+    # transformers 4 spells it `PretrainedConfig`.
     from transformers import PreTrainedConfig
 
 Activation = Literal["none", "sigmoid", "softmax"]

@@ -600,7 +600,7 @@ def plot_buckets(buckets: Sequence[Bucket]) -> Figure:
     axes = figure.subplots()
     for label, points in lines.items():
         points = sorted(points, key=lambda point: point.length)
-        # A single text has no interval.
+        # A point without an interval has an error bar of length 0.
         values = [point.pseudo_perplexity for point in points]
         below = [value - (point.low or value) for value, point in zip(values, points)]
         above = [(point.high or value) - value for value, point in zip(values, points)]

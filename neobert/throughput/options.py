@@ -236,13 +236,7 @@ class Plan:
         _check_values(values)
 
         plan = cls(**values)
-        if not plan.pairs():
-            raise UserError(
-                f"`--models` must contain neobert for the implementations "
-                f"{' and '.join(plan.implementations)}, got {', '.join(plan.models)}. Add neobert, "
-                "or another implementation."
-            )
-        # The defaults contain models that not every implementation can run.
+        # The models of a preset may be omitted silently, but requested ones may not.
         measured = {model for model, _ in plan.pairs()}
         if omitted := [name for name in flatten(options)["models"] or () if name not in measured]:
             raise UserError(

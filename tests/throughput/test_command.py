@@ -134,7 +134,7 @@ def test_invalid_options_are_reported(argv, words, tmp_path):
         ("--tokenizer x", "`--tokenizer` requires --texts, got x"),
         (
             "--models bert-base --implementations padded published",
-            "must contain neobert for the implementations padded and published, got bert-base",
+            "must not contain bert-base for the implementations padded and published, which",
         ),
     ),
 )
