@@ -80,16 +80,13 @@ def options_of(words):
     assert (ROOT / path).is_file(), f"The script {path} does not exist."
     if path == "benchmarks/local_tasks.py":
         return options_of(["neobert", "mteb"])
-    return options_in(
-        [
-            ROOT / path,
-            *(
-                (ROOT / "neobert" / "conversion").glob("*.py")
-                if path == "convert_checkpoint.py"
-                else ()
-            ),
-        ]
-    )
+    sources = [ROOT / path]
+    if path == "convert_checkpoint.py":
+        sources += (ROOT / "neobert" / "conversion").glob("*.py")
+    if "training_parser(" in (ROOT / path).read_text(encoding="utf-8"):
+        # The options that all training scripts have.
+        sources.append(ROOT / "neobert" / "common" / "scripts.py")
+    return options_in(sources)
 
 
 def package_folder(package):
