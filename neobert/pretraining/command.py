@@ -358,6 +358,8 @@ class Pretraining:
             "max_length": self.run.options.batch.max_length,
             "learning_rate": self.run.training.learning_rate,
         }
+        if trainer.args.load_best_model_at_end:
+            result["best_step"] = trainer.state.best_global_step
         if self.rows is not None:
             result["init_rows"] = self.rows.counts
         result |= metrics

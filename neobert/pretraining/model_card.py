@@ -84,8 +84,11 @@ def _settings_rows(run: PretrainingRun, result: Mapping[str, Any]) -> list[list[
     """Return the rows of the card's table of settings."""
     masking = run.options.masking
     fractions = masking.mask_schedule or [masking.mlm_probability]
+    steps = f"{result['steps']:,}"
+    if result.get("best_step"):
+        steps += f"; the weights are those of step {result['best_step']:,}"
     return [
-        ["steps", f"{result['steps']:,}"],
+        ["steps", steps],
         ["tokens", f"{result['tokens_seen']:,}"],
         ["maximum length", f"{run.options.batch.max_length:,}"],
         ["peak learning rate", f"{run.training.learning_rate:g}"],

@@ -68,11 +68,12 @@ class DataOptions(OptionGroup):
     title = "Data"
 
     # Datasets are identified by their content.
-    dataset: str | list[str | dict[str, Any]] = option(
-        help="Training texts: a file, a directory or a glob (txt, jsonl, csv, tsv, parquet), a "
-        "saved dataset, or a dataset on the Hub (name:subset@revision). For several sources, pass "
-        "a list, optionally with sampling weights: [{name: mine.jsonl, weight: 0.9}, {name: "
-        "general.jsonl, weight: 0.1}].",
+    dataset: str | list[str | dict[str, Any]] | None = option(
+        None,
+        "Training texts (required, except with --evaluate-only): a file, a directory or a glob "
+        "(txt, jsonl, csv, tsv, parquet), a saved dataset, or a dataset on the Hub "
+        "(name:subset@revision). For several sources, pass a list, optionally with sampling "
+        "weights: [{name: mine.jsonl, weight: 0.9}, {name: general.jsonl, weight: 0.1}].",
         metavar="NAME",
         affects_results=False,
     )
@@ -109,7 +110,8 @@ class ValidationOptions(OptionGroup):
     )
     evaluate_only: bool = option(
         False,
-        "Evaluate the model of --init-from on the validation texts and exit.",
+        "Evaluate the model of --init-from on the validation texts and exit. The training texts "
+        "are not read.",
         affects_results=False,
     )
 
@@ -360,6 +362,10 @@ class PretrainOptions:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.data.dataset is None and not self.validation.evaluate_only:
+            raise UserError(
+                "missing required options: --dataset. `neobert pretrain --help` lists all options."
+            )
         if self.data.prepare and self.validation.evaluate_only:
             raise UserError(
                 "`prepare` and `evaluate_only` cannot be combined. Run the command once with each."

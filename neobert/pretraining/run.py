@@ -53,7 +53,7 @@ class PretrainingRun:
     Attributes:
         options: Options of the command.
         training: Arguments of the trainer.
-        sources: Sources of the training texts.
+        sources: Sources of the training texts; empty for an evaluation.
         validation: Sources of the validation sets, {name: sources}.
     """
 
@@ -69,7 +69,7 @@ class PretrainingRun:
         The names are "train", or "train-1", "train-2", ... for weighted sources, and "validation",
         or "validation-NAME".
         """
-        datasets = {"train": self.sources}
+        datasets = {"train": self.sources} if self.sources else {}
         # Sampling weights may change without tokenizing the texts again, as each source has a
         # dataset.
         if normalized_weights(self.sources):
@@ -114,11 +114,15 @@ def read_run(argv: Sequence[str]) -> PretrainingRun:
     """
     options: PretrainOptions = OPTIONS["pretrain"].read(argv)
     data = options.data
+    validation = options.validation
+    sources: tuple[Source, ...] = ()
+    if not validation.evaluate_only:
+        sources = parse_sources(data.dataset, data.split, data.column)
     return PretrainingRun(
         options=options,
         training=make_training_arguments(options),
-        sources=parse_sources(data.dataset, data.split, data.column),
-        validation=parse_validation(options.validation.validation, data.split, data.column),
+        sources=sources,
+        validation=parse_validation(validation.validation, data.split, data.column),
     )
 
 

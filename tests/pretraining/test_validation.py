@@ -213,7 +213,9 @@ def test_named_validation_sets_before_during_and_after_training(corpus, tmp_path
     # Without training, the metrics are identical, and nothing is written to the output directory.
     evaluated = run_of(
         [
-            *arguments_of(corpus, tmp_path / "c", validation=json.dumps(sets), model_config=None),
+            *arguments_of(
+                corpus, tmp_path / "c", validation=json.dumps(sets), model_config=None, dataset=None
+            ),
             *("--init-from", str(tmp_path / "a"), "--evaluate-only"),
         ]
     )
@@ -221,6 +223,23 @@ def test_named_validation_sets_before_during_and_after_training(corpus, tmp_path
         "eval_general_loss" in evaluated
     )
     assert not list((tmp_path / "c").iterdir())
+
+
+def test_best_checkpoint_is_named_in_the_result_and_the_card(corpus, tmp_path):
+    """`load_best_model_at_end` ends with the weights of `best_step`."""
+    options = {"max_steps": 6, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"load_best_model_at_end": "true", "metric_for_best_model": "masked_accuracy"}
+    validation = corpus / "validation.txt"
+    run_of(arguments_of(corpus, tmp_path / "a", validation=validation, **options))
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+
+    records = [row for row in _records(tmp_path / "a") if "eval_masked_accuracy" in row]
+    accuracies = {row["step"]: row["eval_masked_accuracy"] for row in records[1:-1]}
+    assert list(accuracies) == [2, 4, 6]
+    assert (result["steps"], result["best_step"]) == (6, max(accuracies, key=accuracies.get))
+    assert result["eval_masked_accuracy"] == accuracies[result["best_step"]]
+    sentence = f"| 6; the weights are those of step {result['best_step']} |"
+    assert sentence in (tmp_path / "a" / "README.md").read_text()
 
 
 def test_evaluate_only_prints_the_metrics_alone(corpus, tmp_path, monkeypatch, capsys):
@@ -367,6 +386,8 @@ def test_evaluate_only_requires_validation_texts_and_a_model(corpus, tmp_path):
         pretrain.read_run(arguments)
     with pytest.raises(UserError, match="`evaluate_only` needs a model to evaluate"):
         pretrain.read_run([*arguments, "--validation", str(corpus / "train.txt")])
+    with pytest.raises(UserError, match="missing required options: --dataset"):
+        pretrain.read_run(arguments_of(corpus, tmp_path, dataset=None))
 
 
 def test_kept_checkpoints_must_be_saved(corpus, tmp_path):
