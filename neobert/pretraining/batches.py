@@ -17,6 +17,7 @@ from .masking import TokenMasking
 from .options import BatchOptions
 from .plans import Plan
 from .prepared import TokenizedTexts
+from .schedule import epoch_size, token_fractions
 
 
 # Separates the random numbers that choose the part of the mixture from those of the masks and the
@@ -145,7 +146,8 @@ class MicroBatches(torch.utils.data.Dataset):
             evaluation.
 
     Attributes:
-        tokens: Number of tokens of an epoch.
+        epoch_tokens: Number of tokens of an epoch. An epoch of weighted sources ends when the
+            first source does.
         part: Part of the mixture that each micro-batch belongs to, (count,) uint8; None for a
             single part.
         index_in_part: Number of preceding micro-batches of the same part, (count,) int64; None for
@@ -167,7 +169,7 @@ class MicroBatches(torch.utils.data.Dataset):
         self.masking = masking
         self.batch_options = batch_options
         self.seed = seed
-        self.tokens = int(windows.lengths(np.arange(len(windows))).sum())
+        self.epoch_tokens = _epoch_tokens(windows)
         # Each part of the mixture shuffles its texts separately.
         self.plans = [
             Plan(windows, batch_options, seed, number, single_epoch=count is None)
@@ -201,6 +203,18 @@ class MicroBatches(torch.utils.data.Dataset):
         return masked_batch(
             texts, self.batch_options, self.masking, self.seed, int(i), i / self.count
         )
+
+
+def _epoch_tokens(windows: TokenWindows) -> float:
+    """Return the number of tokens of an epoch; for weighted sources, the expected number."""
+    lengths = windows.lengths(np.arange(len(windows)))
+    sampling_weights = windows.texts.sampling_weights
+    if not sampling_weights:
+        return int(lengths.sum())
+    sources = np.split(lengths, windows.source_ends()[:-1])
+    token_counts = [int(source.sum()) for source in sources]
+    fractions = token_fractions(sampling_weights, token_counts, [len(part) for part in sources])
+    return epoch_size(token_counts, fractions)
 
 
 def masked_batch(

@@ -380,11 +380,6 @@ def _run_report(batches: MicroBatches | StreamedBatches) -> RunReport:
     if isinstance(batches, StreamedBatches):
         return RunReport()
 
-    # The last micro-batch of the run determines the number of epochs. The parts of a mixture have
-    # different numbers of epochs, so none is reported.
-    epochs = None
-    if len(batches.plans) == 1:
-        plan = batches.plans[0]
-        epoch, index = plan.locate(len(batches) - 1)
-        epochs = epoch + (index + 1) / plan.num_batches(epoch)
+    # The parts of a mixture have different numbers of epochs, so none is reported.
+    epochs = batches.plans[0].epochs(len(batches)) if len(batches.plans) == 1 else None
     return RunReport(sequences=len(batches.windows), epochs=epochs)

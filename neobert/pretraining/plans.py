@@ -184,6 +184,15 @@ class Plan:
         epoch = bisect.bisect_right(counts, k) - 1
         return epoch, k - counts[epoch]
 
+    def epochs(self, count: int) -> float:
+        """Return the number of epochs of the first `count` batches.
+
+        An epoch of weighted sources ends when the first source does.
+        """
+        epoch, index = self.locate(count - 1)
+        epochs = epoch + (index + 1) / self.num_batches(epoch)
+        return epochs if self.weighted is None else epochs * self.weighted.passes
+
     def batch(self, k: int) -> list[np.ndarray]:
         """Return the token ids of the texts of batch k, int64.
 
@@ -237,6 +246,8 @@ class WeightedOrder:
     Attributes:
         samples: Number of windows of each source per epoch. An epoch ends when the first source is
             exhausted, but contains at least MIN_SAMPLES windows of the rarest source.
+        passes: Number of times that an epoch contains the source that is exhausted first: 1, or
+            more if MIN_SAMPLES applies.
     """
 
     def __init__(
@@ -256,7 +267,9 @@ class WeightedOrder:
         # of that source more than once.
         weights = np.asarray(sampling_weights)
         sizes = np.array([len(source) for source in self.sources])
-        epoch_size = max((sizes / weights).min(), MIN_SAMPLES / weights.min())
+        first_end = (sizes / weights).min()
+        epoch_size = max(first_end, MIN_SAMPLES / weights.min())
+        self.passes = epoch_size / first_end
         self.samples = [max(1, round(weight * epoch_size)) for weight in weights]
 
     def order(self, epoch: int) -> np.ndarray:

@@ -217,16 +217,25 @@ def steps_of_epochs(
     """Return the number of optimizer steps of `epochs` epochs, rounded up.
 
     Args:
-        epochs: Number of epochs. An epoch of weighted sources ends when the first source does.
+        epochs: Number of epochs, as in `epoch_size`.
         sizes: Size of each source, in the unit of `global_batch_size`.
         fractions: Fraction of each source in the batches, in the same unit; empty without weights.
         global_batch_size: Sequences or tokens per optimizer step over all devices.
     """
-    epoch_size: float = sum(sizes)
-    if fractions:
-        # A source is exhausted after size / fraction units of the mixture.
-        epoch_size = min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
-    return max(1, math.ceil(epochs * epoch_size / global_batch_size))
+    return max(1, math.ceil(epochs * epoch_size(sizes, fractions) / global_batch_size))
+
+
+def epoch_size(sizes: Sequence[int], fractions: Sequence[float]) -> float:
+    """Return the size of an epoch: all texts, or with weights those until the first source ends.
+
+    Args:
+        sizes: Size of each source, such as its number of tokens.
+        fractions: Fraction of each source in the batches, in the same unit; empty without weights.
+    """
+    if not fractions:
+        return sum(sizes)
+    # A source is exhausted after size / fraction units of the mixture.
+    return min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
 
 
 def token_fractions(

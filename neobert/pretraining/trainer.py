@@ -260,7 +260,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         if isinstance(self.train_dataset, StreamedBatches):
             self.state.epoch = counts["epochs"]
         elif self.train_dataset is not None:
-            self.state.epoch = tokens_seen / self.train_dataset.tokens
+            self.state.epoch = tokens_seen / self.train_dataset.epoch_tokens
 
         metrics = {
             "masked_accuracy": counts["correct"] / max(1.0, counts["masked"]),

@@ -266,6 +266,28 @@ def test_epochs_of_weighted_sources_of_different_lengths(tmp_path):
     assert run.training.max_steps == math.ceil(200 * (4 + 12) / 256)
 
 
+@pytest.mark.parametrize("short_texts", [200, 10])
+def test_reported_epochs_are_those_of_the_option(tmp_path, caplog, short_texts):
+    """The printed and logged epochs of weighted sources end with the first source.
+
+    The two sources have 4 tokens per text and different numbers of texts. An epoch of the order
+    contains at least 100 texts of each source, so 10 texts are repeated.
+    """
+    for name, texts in (("short", short_texts), ("long", 400)):
+        (tmp_path / f"{name}.txt").write_text("the the\n" * texts)
+    sources = [{"name": str(tmp_path / f"{name}.txt"), "weight": 1} for name in ("short", "long")]
+    options = {"num_train_epochs": 2, "max_steps": 10_000, "micro_batch_tokens": None}
+    options |= {"micro_batch_size": 10, "dataset": json.dumps(sources)}
+    caplog.set_level("INFO")
+    run_of(arguments_of(tmp_path, tmp_path / "out", **options))
+
+    steps = 2 * 2 * short_texts // 10
+    assert f"{steps} steps, 2 epochs" in caplog.text
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    last = [record for record in log if "loss" in record][-1]
+    assert (last["step"], last["epoch"]) == (steps, pytest.approx(2))
+
+
 def test_evaluation_without_validation_texts_is_refused(corpus, tmp_path):
     """The error appears before texts are prepared."""
     arguments = arguments_of(corpus, tmp_path, validation=None)

@@ -91,7 +91,7 @@ def test_every_text_occurs_once_per_epoch_within_the_budget(tokenizer, batch_opt
     assert sorted(first_epoch) == expected
     assert sorted(second_epoch) == expected
     assert first_epoch != second_epoch, "the order must differ between epochs"
-    assert sum(map(len, first_epoch)) == batches.tokens
+    assert sum(map(len, first_epoch)) == batches.epoch_tokens
 
 
 def test_packed_batches_are_filled_in_order(tokenizer):
