@@ -87,7 +87,7 @@ def check_disjoint(output: str | Path, *inputs: str | Path) -> None:
 def new_folder(output: str | Path) -> Iterator[Path]:
     """Yield an empty directory that is renamed to `output` at the end of the block.
 
-    After an exception the directory is removed.
+    After an exception the directory is removed, with the parent directories that were created.
 
     Raises:
         UserError: If `output` exists, or another process is writing it.
@@ -96,6 +96,8 @@ def new_folder(output: str | Path) -> Iterator[Path]:
     check_new(output)
     target = Path(os.path.realpath(output))
     temporary = _temporary_folder(output)
+    # The innermost directory is the first one.
+    missing_parents = [parent for parent in target.parents if not parent.exists()]
     # The lock keeps a second process from the temporary directory, and the operating system
     # releases it if this process is killed.
     with locked(temporary):
@@ -114,6 +116,10 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             os.rename(folder, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            # Directories that are not empty, such as that of the output, are kept.
+            with contextlib.suppress(OSError):
+                for parent in missing_parents:
+                    parent.rmdir()
 
 
 def remove_leftover(output: str | Path) -> None:

@@ -440,8 +440,11 @@ OPTIONS: dict[str, OptionParser[Any]] = {
         },
         trainer_replaced={
             "per_device_train_batch_size": "--micro-batch-size",
+            "per_device_eval_batch_size": "--micro-batch-size",
+            "eval_on_start": "--validation, which is evaluated before the first step",
             **dict.fromkeys(
                 (
+                    "label_names",
                     "remove_unused_columns",
                     "include_num_input_tokens_seen",
                     "label_smoothing_factor",

@@ -27,6 +27,7 @@ _FIXED = {
     "include_num_input_tokens_seen": False,
     "label_smoothing_factor": 0.0,
     "auto_find_batch_size": False,
+    "label_names": None,
     **BLOCKS_ONLY,
 }
 

@@ -23,7 +23,7 @@ from ..common.constants import TOKENIZER
 from ..common.data import replace_surrogates
 from ..common.errors import UserError, listed
 from ..common.files import json_text, read_json, write_text
-from ..common.folders import check_disjoint, check_new, new_folder
+from ..common.folders import check_disjoint, new_folder
 from ..common.loading import load_tokenizer, save_tokenizer, vocabulary_size
 from ..common.options import log_options
 from ..common.tables import markdown_table
@@ -72,13 +72,43 @@ def train_tokenizer(options: TokenizerOptions) -> str:
     """
     data = options.data
     sources = parse_sources(data.texts, data.split, data.column, "texts")
-    # Report unusable paths before the texts are read, which may take long.
     check_disjoint(data.output, *(path for source in sources for path in source.paths))
-    check_new(data.output)
-
     base_name = options.vocabulary.extend or str(TOKENIZER)
-    base = _load_wordpiece_tokenizer(base_name)
 
+    # An unusable path is reported before the texts are read, which may take long.
+    with new_folder(data.output) as folder:
+        base = _load_wordpiece_tokenizer(base_name)
+        evaluation_texts = _train(options, load_rows(sources), base, folder)
+
+    statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
+    base_statistics = tokenizer_statistics(base, evaluation_texts)
+    header = ["", f"new ({Path(data.output).name})", f"compared with ({Path(base_name).name})"]
+    cells = [[name, value, base_statistics[name]] for name, value in statistics.items()]
+    return markdown_table(header, cells)
+
+
+def _train(
+    options: TokenizerOptions,
+    rows: Iterable[Mapping[str, Any]],
+    base: PreTrainedTokenizerBase,
+    folder: Path,
+) -> Sequence[str]:
+    """Train a tokenizer and write its files.
+
+    Args:
+        options: Options of the command.
+        rows: Rows with the column "text".
+        base: Tokenizer that the new one is based on.
+        folder: Empty directory.
+
+    Returns:
+        Texts to evaluate the tokenizer on.
+
+    Raises:
+        UserError: If the texts contain no usable word, or the vocabulary is smaller than the
+            alphabet.
+    """
+    data = options.data
     # The new tokenizer differs from the base in its vocabulary and its normalization alone.
     tokenizer_json = json.loads(base.backend_tokenizer.to_str())
     config_changes = {}
@@ -90,7 +120,6 @@ def train_tokenizer(options: TokenizerOptions) -> str:
 
     # Words are normalized and split as the new tokenizer will do it, and words that it could not
     # represent are removed.
-    rows = load_rows(sources)
     backend = Tokenizer.from_str(json.dumps(tokenizer_json))
     all_words, validation_texts = count_words(rows, data.max_characters, backend)
     words, alphabet = filter_words(all_words, options.vocabulary.min_frequency)
@@ -114,15 +143,10 @@ def train_tokenizer(options: TokenizerOptions) -> str:
         )
 
     tokenizer_json["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
-    _write_tokenizer(data.output, base, tokens, tokenizer_json, config_changes)
+    _write_tokenizer(folder, base, tokens, tokenizer_json, config_changes)
 
     # A corpus of fewer than 50 texts has no validation texts. Its words are used instead.
-    evaluation_texts = validation_texts or list(words)
-    statistics = tokenizer_statistics(load_tokenizer(data.output), evaluation_texts)
-    base_statistics = tokenizer_statistics(base, evaluation_texts)
-    header = ["", f"new ({Path(data.output).name})", f"compared with ({Path(base_name).name})"]
-    cells = [[name, value, base_statistics[name]] for name, value in statistics.items()]
-    return markdown_table(header, cells)
+    return validation_texts or list(words)
 
 
 def _load_wordpiece_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -141,34 +165,31 @@ def _load_wordpiece_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _write_tokenizer(
-    path: str,
+    folder: Path,
     base: PreTrainedTokenizerBase,
     tokens: Sequence[str],
     tokenizer_json: Mapping[str, Any],
     config_changes: Mapping[str, Any],
 ) -> None:
-    """Write the directory of the new tokenizer.
+    """Write the files of the new tokenizer.
 
     The other files, such as the special tokens and the template of [CLS] and [SEP], are those of
     the base.
 
     Args:
-        path: Directory to write.
+        folder: Empty directory.
         base: Tokenizer that the new one is based on.
         tokens: Tokens of the new vocabulary in the order of their ids.
         tokenizer_json: Content of tokenizer.json.
         config_changes: Entries of tokenizer_config.json that differ from those of the base.
     """
-    with new_folder(path) as folder:
-        save_tokenizer(base, folder)
-        config_path = folder / "tokenizer_config.json"
-        # Entries such as `is_local` depend on where the base was loaded from.
-        config = {
-            name: value for name, value in read_json(config_path).items() if "local" not in name
-        }
-        write_text(config_path, json_text({**config, **config_changes}))
-        write_text(folder / "tokenizer.json", json_text(tokenizer_json))
-        write_text(folder / "vocab.txt", "".join(f"{token}\n" for token in tokens))
+    save_tokenizer(base, folder)
+    config_path = folder / "tokenizer_config.json"
+    # Entries such as `is_local` depend on where the base was loaded from.
+    config = {name: value for name, value in read_json(config_path).items() if "local" not in name}
+    write_text(config_path, json_text({**config, **config_changes}))
+    write_text(folder / "tokenizer.json", json_text(tokenizer_json))
+    write_text(folder / "vocab.txt", "".join(f"{token}\n" for token in tokens))
 
 
 def tokenizer_statistics(

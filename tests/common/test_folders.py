@@ -82,9 +82,10 @@ def test_error_leaves_no_incomplete_output(tmp_path):
     """
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("old")
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a") as folder:
-        (folder / "half").write_text("x")
-        raise KeyboardInterrupt
+    for name in ("a", "b/c/d", "there/e/f"):
+        with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / name) as folder:
+            (folder / "half").write_text("x")
+            raise KeyboardInterrupt
 
     for name in ("there/file", "c"):
         with pytest.raises(ZeroDivisionError), new_file(tmp_path / name) as file:

@@ -81,6 +81,8 @@ def test_help_omits_options_that_a_command_sets(parser, fixed):
         (FINETUNING["glue"], "--warmup-steps", "--warmup-ratio"),
         (FINETUNING["glue"], "--per-device-train-batch-size", "--batch-size"),
         (PRETRAINING["pretrain"], "--per-device-train-batch-size", "--micro-batch-size"),
+        (PRETRAINING["pretrain"], "--per-device-eval-batch-size", "--micro-batch-size"),
+        (PRETRAINING["pretrain"], "--eval-on-start", "--validation"),
     ],
 )
 def test_replaced_options_are_refused(parser, option, replacement):
@@ -88,7 +90,7 @@ def test_replaced_options_are_refused(parser, option, replacement):
     assert replacement in parser.help() and f"{option} " not in parser.help()
     is_glue = parser is FINETUNING["glue"]
     arguments = ["--model", "m", "--task", "rte"] if is_glue else ["--dataset", "a.txt"]
-    with pytest.raises(UserError, match=f"`{option}` is set by this command. Use {replacement}."):
+    with pytest.raises(UserError, match=f"`{option}` is set by this command. Use {replacement}[.,]"):
         parser.read([*arguments, "--output", "o", option, "1"])
 
 
