@@ -250,8 +250,11 @@ def _open_dataset(source: Source) -> IterableDataset:
             revision=source.revision,
         )
     saved = load_from_disk(source.name)
-    split = saved[source.split] if isinstance(saved, dict) else saved
-    return split.to_iterable_dataset()
+    if not isinstance(saved, dict):
+        return saved.to_iterable_dataset()
+    if source.split not in saved:
+        raise UserError(f"it has no split {source.split!r}, only {', '.join(saved)}")
+    return saved[source.split].to_iterable_dataset()
 
 
 def _text_rows(files: Iterable[File], column: str) -> Iterator[dict[str, Any]]:

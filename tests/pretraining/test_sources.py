@@ -203,6 +203,14 @@ def test_a_column_of_a_saved_dataset_must_contain_text(tmp_path, values):
         next(iter(load_rows(parse_sources(str(tmp_path / "saved")))))
 
 
+def test_unknown_split_of_a_saved_dataset_is_reported(tmp_path):
+    """Check that the message lists the splits."""
+    rows = Dataset.from_dict({"text": ["a river"]})
+    DatasetDict({"dev": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="it has no split 'train', only dev, test"):
+        load_rows(parse_sources(str(tmp_path / "saved")))
+
+
 def test_prepared_texts_require_the_same_source_and_tokenizer(tmp_path, tokenizer):
     """Check that prepared texts of another source or tokenizer, and other files, are refused."""
     (tmp_path / "a.txt").write_text("a river\n")
