@@ -93,7 +93,7 @@ def test_distilled_student_beats_initial_weights(docstrings, tmp_path):
         folder=tmp_path,
     )
 
-    figures = json.loads((tmp_path / "runs" / "student" / "figures.json").read_text())
+    figures = json.loads((tmp_path / "runs" / "student" / "result.json").read_text())
     comparison = figures["comparison"]
     student = comparison["student"]
     initial = comparison["initial_student"]

@@ -57,12 +57,11 @@ class Output:
         folder: Output directory, which is created by `claim`.
         command: Name of the command.
         settings: Values that identify the run: options, and digests of the input.
-        result: Name of the last file.
         preexisting: Names of files that may exist before the run, such as `prepared`.
 
     Attributes:
         settings: The settings as JSON types, without secrets.
-        result: Path of the last file.
+        result: Path of result.json, the last file.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Output:
         folder: str | Path,
         command: str,
         settings: Mapping[str, Any],
-        result: str = RESULT,
         preexisting: Iterable[str] = (),
     ) -> None:
         self.folder = Path(folder)
@@ -78,7 +76,7 @@ class Output:
         # The settings are compared with those of run.json, so they must have the types of JSON:
         # lists instead of tuples, and text instead of paths.
         self.settings: dict[str, Any] = json.loads(json.dumps(redacted(settings), default=str))
-        self.result = self.folder / result
+        self.result = self.folder / RESULT
         self.preexisting = {*preexisting, LOCK}
 
     def state(self) -> Literal["new", "unfinished", "finished"]:

@@ -76,7 +76,6 @@ from .transfer import (
 
 logger = logging.getLogger("neobert.distillation")
 
-RESULT = "figures.json"
 # Maximum number of texts that --init-from-teacher uses, and number of tokens after which the texts
 # end. The hidden states of all of these tokens are in memory.
 TRANSFER_TEXTS = 50_000
@@ -156,7 +155,7 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
         run_class: Class of the run, by default `Distillation`.
 
     Returns:
-        The content of figures.json: agreement over the steps, losses, time, comparison.
+        The content of result.json: agreement over the steps, losses, time, comparison.
 
     Raises:
         UserError: If the input is not valid.
@@ -183,7 +182,7 @@ def train(options: DistillOptions, run_class: "type[Distillation] | None" = None
         warn_if_muon_is_slow(training.device)
 
     settings = run_identity(options, sources, validation_sources, training.world_size)
-    output = Output(options.model.output, run_class.name, settings, result=RESULT)
+    output = Output(options.model.output, run_class.name, settings)
     run = run_class(options, training, sources, validation_sources)
     return run_once(output, run.build, run.save, checkpoint_folder=checkpoint_folder)
 
@@ -457,7 +456,7 @@ class Distillation:
         """Write the student, and compare it with the teacher and the initial student.
 
         Returns:
-            The content of figures.json.
+            The content of result.json.
         """
         if not is_main():
             return {}

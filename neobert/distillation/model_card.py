@@ -104,7 +104,7 @@ Mean cosine between the embeddings of student and teacher, and Spearman correlat
 {_retrieval_section(result["comparison"])}{warning}## Training
 
 {counts["train"]:,} texts of at most {options.student.max_length} tokens, {result["steps"]:,} steps, {result["epochs"]:.2f} epochs.{initialization} Loss: {losses}.
-`figures.json` contains the settings, the losses and the agreement at every evaluation.
+`result.json` contains the settings, the losses and the agreement at every evaluation.
 {environment["hardware"]}, {environment["threads"]} threads; {commit}{environment["date"]}.
 
 {markdown_table(["texts", "license"], licenses)}

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENCODER = ROOT / "examples" / "sentence-encoder"
 # Reports about the training are not part of the package.
-EXCLUDED = ("figures.json", "README.md", "__pycache__")
+EXCLUDED = ("result.json", "README.md", "__pycache__")
 # Name of the token embeddings in the safetensors file.
 TABLE = "encoder.weight"
 

@@ -95,7 +95,7 @@ def test_files_allowed_before_a_run(tmp_path):
 
 def test_incomplete_final_files_are_rewritten(tmp_path):
     """Check that incomplete final files of an interrupted run are discarded and written again."""
-    output = Output(tmp_path, "make", {}, result="figures.json")
+    output = Output(tmp_path, "make", {})
     with output.claim(), pytest.raises(KeyboardInterrupt), output.final_files() as folder:
         (folder / "model").write_text("half")
         raise KeyboardInterrupt
@@ -107,4 +107,4 @@ def test_incomplete_final_files_are_rewritten(tmp_path):
         output.finish()
 
     assert (tmp_path / "model").read_text() == "whole"
-    assert json.loads((tmp_path / "figures.json").read_text())["neobert"] == "make"
+    assert json.loads((tmp_path / "result.json").read_text())["neobert"] == "make"

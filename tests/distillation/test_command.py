@@ -418,7 +418,7 @@ def test_learning_rate_of_a_run(tmp_path, teacher, files, trainer, rate):
     """A run trains with the default learning rate of its number of steps, unless one is given."""
     options = {"trainer": {"max_steps": 8, "eval_strategy": "no", **trainer}}
     assert command(["distill", recipe(tmp_path, teacher, files, **options)]) == 0
-    figures = json.loads((tmp_path / "student" / "figures.json").read_text())
+    figures = json.loads((tmp_path / "student" / "result.json").read_text())
     rates = [entry["learning_rate"] for entry in figures["losses"]]
     assert len(rates) == 8 and max(rates) == pytest.approx(rate, rel=1e-4)
 
@@ -1017,7 +1017,7 @@ def finished(tmp_path_factory, teacher, files):
 
     path = recipe(folder, teacher, files, **options, trainer=trainer)
     assert command(["distill", path]) == 0
-    return folder / "student", json.loads((folder / "student" / "figures.json").read_text())
+    return folder / "student", json.loads((folder / "student" / "result.json").read_text())
 
 
 def test_training_increases_agreement_with_the_teacher(finished):
@@ -1045,7 +1045,7 @@ def test_output_files_dtypes_and_model_card(finished):
     """The output contains all files, weights of the requested dtypes, and a model card."""
     folder, figures = finished
     names = "modeling_neobert.py attention_neobert.py configuration_neobert.py tokenizer.json"
-    assert {*names.split(), "modules.json", "README.md", "figures.json"} <= {*os.listdir(folder)}
+    assert {*names.split(), "modules.json", "README.md", "result.json"} <= {*os.listdir(folder)}
     assert [row["type"] for row in json.loads((folder / "modules.json").read_text())] == [
         f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")
     ], "older versions of sentence-transformers only support these class names"
@@ -1154,7 +1154,7 @@ def test_interrupted_run_matches_uninterrupted_run(tmp_path, teacher, files, mon
         with monkeypatch.context() as patch:
             patch.setattr(DistillTrainer, "training_step", interrupted_step)
             assert command(["distill", path]) == code
-        assert not (tmp_path / "b" / "student" / "figures.json").exists()
+        assert not (tmp_path / "b" / "student" / "result.json").exists()
     assert command(["distill", path]) == 0
 
     uninterrupted, resumed = (

@@ -472,7 +472,7 @@ def test_a_run_starts_from_the_layers_of_its_teacher(tmp_path, tokenizer_dir, po
     assert distill(tmp_path, teacher, "--pooling", pooling) == 0
     assert "Block 1 from layer 2 of the teacher: the unexplained variance" in caplog.text
 
-    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    figures = json.loads((tmp_path / "out" / "result.json").read_text())
     # A student with random blocks has a mean cosine of about 0.
     assert figures["comparison"]["initial_student"]["validation_cosine"] > 0.6
 
@@ -491,14 +491,14 @@ def test_transfer_is_cached_in_work_directory(tmp_path, tokenizer_dir, monkeypat
     teacher = write_teacher(tmp_path, tokenizer_dir)
     work = ["--work", str(tmp_path / "work")]
     assert distill(tmp_path, teacher, *work) == 0
-    first = json.loads((tmp_path / "out" / "figures.json").read_text())
+    first = json.loads((tmp_path / "out" / "result.json").read_text())
 
     module = "neobert.distillation.command.initialize_blocks"
     monkeypatch.setattr(module, lambda *arguments: pytest.fail("the transfer was repeated"))
     (tmp_path / "out").rename(tmp_path / "first")
 
     assert distill(tmp_path, teacher, *work) == 0
-    second = json.loads((tmp_path / "out" / "figures.json").read_text())
+    second = json.loads((tmp_path / "out" / "result.json").read_text())
     assert second["comparison"] == first["comparison"]
 
     monkeypatch.undo()
@@ -523,7 +523,7 @@ def test_hidden_states_are_trained_for_every_token(tmp_path, tokenizer_dir):
         options = ["--hidden-state-weight", weight, "--learning-rate", "3e-3"]
         options += ["--max-steps", "30", "--logging-steps", "30"]
         assert distill(tmp_path, teacher, *options, "--work", str(tmp_path / "work")) == 0
-        figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+        figures = json.loads((tmp_path / "out" / "result.json").read_text())
         losses[weight] = figures["losses"][-1]
 
         student = SentenceTransformer(str(tmp_path / "out"), trust_remote_code=True, device="cpu")
@@ -666,7 +666,7 @@ def test_pruned_teacher_training(tmp_path, tokenizer_dir):
     distances = [float((weights[0] - weight).detach().norm()) for weight in weights[1:]]
     assert 0 < distances[2] < 0.2 * min(distances[:2])
 
-    comparison = json.loads((tmp_path / "out" / "figures.json").read_text())["comparison"]
+    comparison = json.loads((tmp_path / "out" / "result.json").read_text())["comparison"]
     assert (
         comparison["student"]["validation_cosine"]
         > comparison["initial_student"]["validation_cosine"]

@@ -139,8 +139,8 @@ def test_paraphrases_retrieve_definitions(encoder):
 
 
 def test_figures_describe_the_stored_weights():
-    """figures.json describes the stored weights, not only those at the end of the training."""
-    figures = json.loads((FOLDER / "figures.json").read_text())
+    """result.json describes the stored weights, not only those at the end of the training."""
+    figures = json.loads((FOLDER / "result.json").read_text())
     last = figures["agreement"][-1]
     assert last["step"] == figures["steps"]
     # The stored weights in float16 and float8 agree with the teacher as well as those of the

@@ -90,7 +90,8 @@ def test_replaced_options_are_refused(parser, option, replacement):
     assert replacement in parser.help() and f"{option} " not in parser.help()
     is_glue = parser is FINETUNING["glue"]
     arguments = ["--model", "m", "--task", "rte"] if is_glue else ["--dataset", "a.txt"]
-    with pytest.raises(UserError, match=f"`{option}` is set by this command. Use {replacement}[.,]"):
+    message = f"`{option}` is set by this command. Use {replacement}[.,]"
+    with pytest.raises(UserError, match=message):
         parser.read([*arguments, "--output", "o", option, "1"])
 
 
