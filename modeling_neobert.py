@@ -52,7 +52,7 @@ from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, Probl
 
 # Digest of attention_neobert.py. transformers 4 keeps the first file of this name that a process
 # loads, so a second model could get the attention code of the first.
-VERSION = "05980d99"
+VERSION = "1fb6f742"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -439,6 +439,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             may_pack = unpad_inputs and not output_attentions and kernel in PACKING_KERNELS
             packing, mask = pack_padded(attention_mask, shape, may_pack)
 
+        # Embed the tokens, and compute their rotary embeddings.
         longest = longest_sequence(config, shape[1], packing, mask)
         # The positions of a batch that the caller packed restart in each sequence.
         if position_ids is None and packing is not None and packing.index is None:
@@ -447,6 +448,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         blocks = self.transformer_encoder
         compiled = any(block._compiled_call_impl is not None for block in blocks)
         rotations = rotary_embeddings(config, positions, longest, compiled)
+
+        # Run the blocks, which share one kernel and one mask.
         attention = dispatch_attention(
             config, implementation, hidden, mask, packing, self.training, output_attentions
         )
@@ -466,6 +469,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if output_hidden_states:
             states.append(hidden)
 
+        # Return to the layout of the caller.
         if packing is not None:
             # The last blocks may be on another device than the inputs.
             packing = packing.to(hidden.device)
@@ -701,7 +705,7 @@ class _HeadModel(NeoBERTPreTrainedModel):
         device = outputs.last_hidden_state.device
         attention_mask = _token_mask(_on_device(device, attention_mask))
         labels = _on_device(device, labels)
-        loss, logits = self.predict(outputs, shape, attention_mask, labels, num_items_in_batch)
+        loss, logits = self.loss_and_logits(outputs, shape, attention_mask, labels, num_items_in_batch)
         return self.output_class(
             loss=loss,
             logits=logits,
@@ -731,7 +735,7 @@ class _HeadModel(NeoBERTPreTrainedModel):
             **kwargs,
         )
 
-    def predict(
+    def loss_and_logits(
         self,
         outputs: NeoBERTModelOutput,
         shape: torch.Size,
@@ -779,7 +783,7 @@ class NeoBERTForMaskedLM(_HeadModel):
         """Replace the decoder."""
         self.decoder = new_embeddings
 
-    def predict(
+    def loss_and_logits(
         self,
         outputs: NeoBERTModelOutput,
         shape: torch.Size,
@@ -787,7 +791,7 @@ class NeoBERTForMaskedLM(_HeadModel):
         labels: torch.Tensor | None,
         num_items_in_batch: NumItems,
     ) -> tuple[Loss, torch.Tensor]:
-        """Return the loss and the logits. See `_HeadModel.predict`."""
+        """Return the loss and the logits. See `_HeadModel.loss_and_logits`."""
         hidden = outputs.last_hidden_state
         packing = outputs.packing
         if labels is None:
@@ -864,7 +868,7 @@ class _PooledHeadModel(_TaskHeadModel):
         if packing is not None:
             packing = packing.drop_empty()
             if mean:
-                return packing.to_rows(packing.means(hidden))
+                return packing.to_rows(packing.mean_per_sequence(hidden))
             firsts = packing.cu_seq_lens[:-1].long().clamp(max=hidden.shape[1] - 1)
             empty = packing.cu_seq_lens.diff()[:, None] == 0
             return packing.to_rows(hidden[0, firsts].masked_fill(empty, 0.0))
@@ -873,7 +877,7 @@ class _PooledHeadModel(_TaskHeadModel):
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
         if mean:
-            # In float32 at least, as in `Packing.means`.
+            # In float32 at least, as in `Packing.mean_per_sequence`.
             sums = (at_least_float32(hidden) * mask[..., None]).sum(dim=1)
             return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         firsts = mask.to(torch.int32).argmax(dim=-1)
@@ -904,7 +908,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         self.num_labels: int = config.num_labels  # type: ignore[assignment]
         self.post_init()
 
-    def predict(
+    def loss_and_logits(
         self,
         outputs: NeoBERTModelOutput,
         shape: torch.Size,
@@ -912,7 +916,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         labels: torch.Tensor | None,
         num_items_in_batch: NumItems,
     ) -> tuple[Loss, torch.Tensor]:
-        """Return the loss and the logits. See `_HeadModel.predict`."""
+        """Return the loss and the logits. See `_HeadModel.loss_and_logits`."""
         logits = self.classify(outputs, attention_mask)
         if labels is None:
             return None, logits
@@ -1044,7 +1048,7 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         flat = [None if x is None else x.flatten(0, 1) for x in inputs]
         return super().run_backbone(*flat, **kwargs)
 
-    def predict(
+    def loss_and_logits(
         self,
         outputs: NeoBERTModelOutput,
         shape: torch.Size,
@@ -1052,7 +1056,7 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         labels: torch.Tensor | None,
         num_items_in_batch: NumItems,
     ) -> tuple[Loss, torch.Tensor]:
-        """Return the loss and the logits. See `_HeadModel.predict`."""
+        """Return the loss and the logits. See `_HeadModel.loss_and_logits`."""
         mask = None if attention_mask is None else attention_mask.flatten(0, 1)
         logits = self.classify(outputs, mask).view(shape)
         if labels is None:
@@ -1078,7 +1082,7 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
-    def predict(
+    def loss_and_logits(
         self,
         outputs: NeoBERTModelOutput,
         shape: torch.Size,
@@ -1086,7 +1090,7 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         labels: torch.Tensor | None,
         num_items_in_batch: NumItems,
     ) -> tuple[Loss, torch.Tensor]:
-        """Return the loss and the logits. See `_HeadModel.predict`."""
+        """Return the loss and the logits. See `_HeadModel.loss_and_logits`."""
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "05980d99"
+VERSION = "1fb6f742"
 
 logger = logging.get_logger(__name__)
 
@@ -90,8 +90,8 @@ PACKING_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_
 MAX_PADDING = 4
 
 
-class Padding(NamedTuple):
-    """Re-padded form of a packed batch, in groups of sequences.
+class PaddedGroups(NamedTuple):
+    """Groups of padded sequences, for attention functions that take no packed batch.
 
     Two sequences of 1 and 2 tokens in one group have `tokens` [[0, 1], [1, 2]], `masks`
     [[1, 0], [1, 1]] and `positions` [0, 2, 3].
@@ -106,11 +106,11 @@ class Padding(NamedTuple):
     masks: tuple[torch.Tensor, ...]
     positions: torch.Tensor
 
-    def to(self, device: Any) -> "Padding":
-        """Return this padding on a device."""
+    def to(self, device: Any) -> "PaddedGroups":
+        """Return these groups on a device."""
         tokens = tuple(x.to(device) for x in self.tokens)
         masks = tuple(x.to(device) for x in self.masks)
-        return Padding(tokens, masks, self.positions.to(device))
+        return PaddedGroups(tokens, masks, self.positions.to(device))
 
 
 class Packing:
@@ -353,7 +353,7 @@ class Packing:
             return x
         return x.new_zeros(self.shape[0], *x.shape[1:]).index_copy(0, self.rows, x)
 
-    def means(self, x: torch.Tensor) -> torch.Tensor:
+    def mean_per_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean of each sequence, (1, T, D) -> (N, D), and zeros for an empty one.
 
         The sum is computed in float32 at least: a sum in bfloat16 stops growing after a few hundred
@@ -372,8 +372,8 @@ class Packing:
         values = (bounds, bounds, self.max_length, self.max_length)
         return {**kwargs, **dict(zip(PACKING_KWARGS, values))}
 
-    def padding(self, total: int) -> Padding:
-        """Return the re-padded form of a batch of `total` packed tokens, one row per sequence."""
+    def padded_groups(self, total: int) -> PaddedGroups:
+        """Return the padded groups of a batch of `total` packed tokens, one row per sequence."""
         bounds = self.cu_seq_lens.long()
         starts, lengths = bounds[:-1], bounds.diff()
         tokens: list[torch.Tensor] = []
@@ -391,7 +391,7 @@ class Packing:
             end += count * longest
 
         positions = self.position_ids(total)[0] + firsts[self.sequence_ids(total)]
-        return Padding(tuple(tokens), tuple(masks), positions)
+        return PaddedGroups(tuple(tokens), tuple(masks), positions)
 
     def _length_groups(self, total: int) -> list[tuple[slice | torch.Tensor, int]]:
         """Return the groups of sequences that are padded to the same length.
@@ -651,14 +651,14 @@ class AttentionDispatch:
         mask: Mask in the form that the attention function takes, or None.
         function: Replacement of the library's attention function, or None.
         packing: Bounds of the sequences of a packed batch, or None.
-        padding: Re-padded form of a packed batch, for the kernel "repadded".
+        groups: Padded sequences of a packed batch, for the kernel "repadded".
     """
 
     kernel: str
     mask: "torch.Tensor | BlockMask | None"
     function: AttentionFunction | None = None
     packing: Packing | None = None
-    padding: Padding | None = None
+    groups: PaddedGroups | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> "AttentionDispatch":
         """Return this attention with its mask on a device.
@@ -670,7 +670,7 @@ class AttentionDispatch:
         def move(x: Any) -> Any:
             return None if x is None else x.to(device)
 
-        return replace(self, mask=move(self.mask), padding=move(self.padding))
+        return replace(self, mask=move(self.mask), groups=move(self.groups))
 
     def wrap(self, function: AttentionFunction) -> AttentionFunction:
         """Return the attention function to call for this batch.
@@ -681,8 +681,8 @@ class AttentionDispatch:
             function = self.function
         if self.kernel == "sequences" and self.packing is not None:
             return partial(_sequence_by_sequence, function, self.packing)
-        if self.padding is not None:
-            return partial(_repadded, function, self.padding)
+        if self.groups is not None:
+            return partial(_repadded, function, self.groups)
         return _varlen if self.kernel == "varlen" else function
 
 
@@ -738,10 +738,10 @@ def dispatch_attention(
     elif kernel in ("flex", "masked") and (packing is not None or mask is not None):
         kernel_mask = _make_mask(config, implementation, hidden, mask, packing)
 
-    padding = None
+    groups = None
     if kernel == "repadded" and packing is not None:
-        padding = packing.padding(hidden.shape[1])
-    return AttentionDispatch(kernel, kernel_mask, function, packing, padding)
+        groups = packing.padded_groups(hidden.shape[1])
+    return AttentionDispatch(kernel, kernel_mask, function, packing, groups)
 
 
 def _kernel_of_batch(kernel: str, packing: Packing | None, with_weights: bool) -> str:
@@ -959,7 +959,7 @@ def _sequence_by_sequence(
 
 def _repadded(
     function: AttentionFunction,
-    padding: Padding,
+    groups: PaddedGroups,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -969,12 +969,12 @@ def _repadded(
 ) -> tuple[torch.Tensor, None]:
     """Call a dense attention function on a packed batch. Only q, k and v are re-padded."""
     outputs = []
-    for tokens, mask in zip(padding.tokens, padding.masks):
+    for tokens, mask in zip(groups.tokens, groups.masks):
         q, k, v = (x[0].transpose(0, 1)[tokens].transpose(1, 2) for x in (query, key, value))
         output, _ = function(module, q, k, v, mask[:, None, None], **kwargs)
         outputs.append(output.flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output[padding.positions][None], None
+    return output[groups.positions][None], None
 
 
 def _varlen(

@@ -646,7 +646,7 @@ class PackedEncoder:
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         if self.pooling == "cls":
             return hidden[0, bounds[:-1].long()]
-        return Packing(bounds, max(map(len, batch))).means(hidden)
+        return Packing(bounds, max(map(len, batch))).mean_per_sequence(hidden)
 
     def _num_filler_tokens(self, total: int) -> int:
         """Return the number of unused tokens that follow a batch of `total` tokens on a CPU.

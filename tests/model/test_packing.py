@@ -373,7 +373,7 @@ def test_repadded_kernel_matches_text_by_text(lengths):
     results = []
     for attention, where in (
         (attention_neobert._sequence_by_sequence, packing),
-        (attention_neobert._repadded, packing.padding(total)),
+        (attention_neobert._repadded, packing.padded_groups(total)),
     ):
         output = attention(modeling.eager_attention_forward, where, module, *inputs, scaling=0.3)[0]
         results.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
@@ -387,10 +387,10 @@ def test_repadded_kernel_groups_sequences_of_similar_length():
     """Many short sequences beside a long one are not padded to its length."""
     lengths = [4] * 400 + [2000]
     packing = modeling.Packing(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), 2000)
-    padding = packing.padding(sum(lengths))
-    assert [tuple(tokens.shape) for tokens in padding.tokens] == [(400, 4), (1, 2000)]
-    tokens = torch.cat([tokens.flatten() for tokens in padding.tokens])
-    assert torch.equal(tokens[padding.positions], torch.arange(sum(lengths)))
+    groups = packing.padded_groups(sum(lengths))
+    assert [tuple(tokens.shape) for tokens in groups.tokens] == [(400, 4), (1, 2000)]
+    tokens = torch.cat([tokens.flatten() for tokens in groups.tokens])
+    assert torch.equal(tokens[groups.positions], torch.arange(sum(lengths)))
 
 
 @pytest.mark.gpu
