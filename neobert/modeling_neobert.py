@@ -705,7 +705,9 @@ class _HeadModel(NeoBERTPreTrainedModel):
         device = outputs.last_hidden_state.device
         attention_mask = _token_mask(_on_device(device, attention_mask))
         labels = _on_device(device, labels)
-        loss, logits = self.loss_and_logits(outputs, shape, attention_mask, labels, num_items_in_batch)
+        loss, logits = self.loss_and_logits(
+            outputs, shape, attention_mask, labels, num_items_in_batch
+        )
         return self.output_class(
             loss=loss,
             logits=logits,
