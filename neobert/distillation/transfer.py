@@ -13,7 +13,7 @@ same texts, and the blocks are initialized one after the other, in the order of 
 3. The block is trained to reproduce the hidden states of the teacher for every token.
 
 The blocks reproduce the directions of hidden states. After the last block, a coordinate is fitted
-that lets the last norm reproduce their lengths, too.
+that lets the last RMSNorm reproduce their norms, too.
 
 Gradients are back-propagated through one block at a time.
 """
@@ -53,14 +53,14 @@ BATCH_TOKENS = 2_048
 ATTENTION_RATE = 0.05
 BLOCK_RATE = 0.025
 MUON_BLOCK_RATE = 0.05
-# Lengths of hidden states after a block, relative to those before its feed-forward, that are tried.
-LENGTHS = (1, 2, 4)
-# Length of hidden states after a block, relative to those before it, above which the training of
-# the block is penalized. The next norm removes the length, so it would grow without a bound: long
+# Norms of hidden states after a block, relative to those before its feed-forward, that are tried.
+OUTPUT_NORMS = (1, 2, 4)
+# Norm of hidden states after a block, relative to those before it, above which the training of
+# the block is penalized. The next RMSNorm removes the norm, so it would grow without a bound: large
 # states overflow in float16, and an optimizer hardly changes the large weights that compute them.
 MAX_GROWTH = 4
-# Quantile of the lengths of the last hidden states of a teacher that a student can reproduce.
-LENGTH_QUANTILE = 0.9
+# Quantile of the norms of the last hidden states of a teacher that a student can reproduce.
+NORM_QUANTILE = 0.9
 # Number of positions over which the input embedding of a token is averaged.
 POSITIONS = 40
 
@@ -386,7 +386,7 @@ class BlockTransfer:
         )
         block.wo.weight.copy_(ridge(_flat(outputs), attended - _flat(student_states)))
 
-        # The influence of a neuron is its deviation over tokens times the length of its output.
+        # The influence of a neuron is its deviation over tokens times the norm of its output.
         states = _flat(
             [hidden + block.wo(output) for hidden, output in zip(student_states, outputs)]
         )
@@ -414,11 +414,11 @@ class BlockTransfer:
     def _fit_down_projection(
         self, activations: torch.Tensor, states: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        """Return the down projection with the least unexplained variance over several lengths.
+        """Return the down projection with the least unexplained variance over several norms.
 
-        The next norm removes the length of a hidden state, so the target may have any length. If
-        the feed-forward of the teacher replaces most of its input, as in the last layer, the output
-        of the block must be so long that its input hardly matters.
+        The next RMSNorm removes the norm of a hidden state, so the target may have any norm. If the
+        feed-forward of the teacher replaces most of its input, as in the last layer, the output of
+        the block must be so large that its input hardly matters.
 
         Args:
             activations: Activations of the feed-forward, (T, F).
@@ -426,9 +426,9 @@ class BlockTransfer:
             target: Hidden states of the teacher after the layer, (T, D).
         """
         scaled = target * states.norm(dim=-1, keepdim=True) / target.norm(dim=-1, keepdim=True)
-        # One regression for all lengths, because they have the same inputs.
-        outputs = torch.cat([length * scaled - states for length in LENGTHS], dim=1)
-        candidates = ridge(activations, outputs).chunk(len(LENGTHS))
+        # One regression for all norms, because they have the same inputs.
+        outputs = torch.cat([norm * scaled - states for norm in OUTPUT_NORMS], dim=1)
+        candidates = ridge(activations, outputs).chunk(len(OUTPUT_NORMS))
         errors = [
             unexplained_variance([states + activations @ weight.T], [target])
             for weight in candidates
@@ -455,7 +455,7 @@ class BlockTransfer:
             states = states.float()
             error = states * best_scale(states, target) - target
             unexplained = (error.square() / variance).mean()
-            # The scale removes the length of the states, so only this penalty limits it.
+            # The scale removes the norm of the states, so only this penalty limits it.
             log_excess = (states.norm() / (MAX_GROWTH * hidden.norm())).log().clamp(min=0)
             return unexplained + self._attention_loss(index, logits) + log_excess.square()
 
@@ -465,14 +465,14 @@ class BlockTransfer:
 
     @torch.no_grad()
     def fit_last_norm(self, norm: Any) -> None:
-        """Fit the last norm, and the coordinate that determines the lengths of its outputs.
+        """Fit the last RMSNorm, and the coordinate that determines the norms of its outputs.
 
-        An RMSNorm gives all hidden states the same length, but those of a BERT differ: in
-        all-MiniLM-L6-v2, 80 % of them have lengths from 1.7 to 9.1, and long ones dominate the
-        embedding of a text. Outputs x of the block have lengths proportional to n after the norm if
-        one coordinate is |x| sqrt((R / n)^2 - 1), and its weight in the norm is 0. The coordinate
-        that is least important for the teacher is replaced in this way, if the error without it is
-        smaller than the error of equal lengths.
+        An RMSNorm gives all hidden states the same norm, but those of a BERT differ: in
+        all-MiniLM-L6-v2, 80 % of them have norms from 1.7 to 9.1, and large states dominate the
+        embedding of a text. Outputs x of the block have norms proportional to n after the RMSNorm
+        if one coordinate is |x| sqrt((R / n)^2 - 1), and its weight in the RMSNorm is 0. The
+        coordinate that is least important for the teacher is replaced in this way, if the error
+        without it is smaller than the error of equal norms.
 
         Args:
             norm: RMSNorm after the block, which is the last one of the student.
@@ -485,17 +485,18 @@ class BlockTransfer:
         norm.weight.fill_(1)
 
         coordinate = int(target.square().mean(0).argmin())
-        lengths = target.norm(dim=-1, keepdim=True)
-        if target[:, coordinate].square().mean() < lengths.var():
+        target_norms = target.norm(dim=-1, keepdim=True)
+        if target[:, coordinate].square().mean() < target_norms.var():
             norm.weight[coordinate] = 0
             outputs = (states + activations @ block.ffn.w3.weight.T) * norm.weight
-            longest = float(np.quantile(lengths.cpu(), LENGTH_QUANTILE))
-            lengths = lengths.clamp(max=longest)
-            values = outputs.norm(dim=-1, keepdim=True) * ((longest / lengths).square() - 1).sqrt()
+            largest = float(np.quantile(target_norms.cpu(), NORM_QUANTILE))
+            target_norms = target_norms.clamp(max=largest)
+            ratios = largest / target_norms
+            values = outputs.norm(dim=-1, keepdim=True) * (ratios.square() - 1).sqrt()
 
-            # An error of the coordinate matters in proportion to the length of the state.
-            values = lengths * (values - states[:, coordinate, None])
-            block.ffn.w3.weight[coordinate] = ridge(lengths * activations, values)[0]
+            # An error of the coordinate matters in proportion to the norm of the state.
+            values = target_norms * (values - states[:, coordinate, None])
+            block.ffn.w3.weight[coordinate] = ridge(target_norms * activations, values)[0]
 
         # One factor for all hidden states has the smallest squared error.
         outputs = _flat([norm(self.run(hidden)) for hidden in student_states])

@@ -264,7 +264,7 @@ def test_the_feed_forward_replaces_states_that_the_teacher_drops():
 
     weight = transfer._fit_down_projection(activations, states, target)
     unexplained = unexplained_variance([states + activations @ weight.T], [target])
-    # With outputs of length c times the states, the error of a direction is at least
+    # With outputs of norm c times the states, the error of a direction is at least
     # 1 / (1 + c ** 2), here for the longest of the outputs.
     assert unexplained == pytest.approx(1 / (1 + 4**2), rel=0.3)
 
@@ -316,7 +316,7 @@ def test_the_block_loss_is_the_unexplained_variance(monkeypatch, factor):
     torch.testing.assert_close(losses[0], expected)
 
 
-def length_transfer(target_of):
+def transfer_with_norms(target_of):
     """Return a fitted transfer with other targets.
 
     Args:
@@ -337,14 +337,14 @@ def length_transfer(target_of):
     return transfer
 
 
-def test_the_last_norm_reproduces_different_lengths():
-    """The coordinate that the teacher does not use determines the lengths of hidden states."""
+def test_the_last_norm_reproduces_different_norms():
+    """The coordinate that the teacher does not use determines the norms of hidden states."""
 
     def target_of(hidden, output):
         output[..., 5] = 0
         return F.normalize(output, dim=-1) * (2 + torch.tanh(hidden[..., :1]))
 
-    transfer = length_transfer(target_of)
+    transfer = transfer_with_norms(target_of)
     norm = torch.nn.RMSNorm(32, eps=1e-6)
     before = transfer.block.ffn.w3.weight.detach().clone()
     transfer.fit_last_norm(norm)
@@ -357,18 +357,18 @@ def test_the_last_norm_reproduces_different_lengths():
         [norm(transfer.run(h)).flatten(0, 1) for h in transfer.student_states]
     ).detach()
     target = torch.cat([hidden.flatten(0, 1) for hidden in transfer.teacher_outputs])
-    lengths = torch.stack([outputs.norm(dim=1), target.norm(dim=1)])
-    assert torch.corrcoef(lengths)[0, 1] > 0.9
+    norms = torch.stack([outputs.norm(dim=1), target.norm(dim=1)])
+    assert torch.corrcoef(norms)[0, 1] > 0.9
 
-    # The best outputs of equal length have this squared error.
+    # The best outputs of equal norm have this squared error.
     equal = target.norm(dim=1).var() * len(target)
     assert (outputs - target).square().sum() < 0.3 * equal
     torch.testing.assert_close((outputs * target).sum(), outputs.square().sum())
 
 
-def test_the_last_norm_keeps_equal_lengths():
-    """Without different lengths, the last norm has the length of the targets everywhere."""
-    transfer = length_transfer(lambda hidden, output: 3 * F.normalize(output, dim=-1))
+def test_the_last_norm_keeps_equal_norms():
+    """Without different norms, the outputs of the last RMSNorm have the norm of the targets."""
+    transfer = transfer_with_norms(lambda hidden, output: 3 * F.normalize(output, dim=-1))
     norm = torch.nn.RMSNorm(32, eps=1e-6)
     before = transfer.block.ffn.w3.weight.detach().clone()
     transfer.fit_last_norm(norm)
