@@ -285,12 +285,27 @@ class TextReader:
         source = self.sources[int(np.searchsorted(self.bounds, sample, side="right"))]
         next_text = source.next()
         if next_text is None:
-            raise UserError(
-                f"a data loader worker found no text of at least {max(self.min_tokens, 1)} tokens "
-                "in its part of the stream. Use fewer processes or a smaller "
-                "--dataloader-num-workers, or tokenize the texts first with --prepare."
-            )
+            raise UserError(self._no_text_message(source.reader_count))
         return next_text
+
+    def _no_text_message(self, reader_count: int) -> str:
+        """Return the message about a source without a text that is long enough.
+
+        Args:
+            reader_count: Number of readers that share the source.
+        """
+        message = f"the stream contains no text of at least {max(self.min_tokens, 1)} tokens"
+        if reader_count > 1:
+            message += f" in the part of one of {reader_count} data loader workers"
+        message += ". Pass other texts"
+        if self.min_tokens:
+            message += ", or lower the length in `mixture`"
+        if reader_count > 1:
+            message += (
+                ". Other workers may have such texts: use fewer processes or a smaller "
+                "--dataloader-num-workers, or tokenize the texts first with --prepare"
+            )
+        return f"{message}."
 
     def state(self) -> ReaderState:
         """Return the position in all sources in JSON types."""

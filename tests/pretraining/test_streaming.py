@@ -211,9 +211,14 @@ def test_order_of_files_differs_between_epochs(tmp_path, tokenizer):
 
 
 def test_stream_without_texts_of_required_length_is_rejected(tmp_path, tokenizer):
+    """Only several workers are advised to be fewer."""
     _write_corpus(tmp_path)
-    with pytest.raises(UserError, match="found no text of at least 500 tokens"):
+    single = "no text of at least 500 tokens. Pass other texts, or lower the length in `mixture`.$"
+    with pytest.raises(UserError, match=single):
         next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0})))
+    several = "no text of at least 500 tokens in the part of one of 2 .* use fewer processes"
+    with pytest.raises(UserError, match=several):
+        next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0}, workers=2)))
 
 
 def test_minimum_and_maximum_length_of_streamed_texts(tmp_path, tokenizer):
