@@ -39,18 +39,18 @@ class ReaderState(TypedDict):
     The keys are part of the checkpoint format.
 
     Attributes:
-        drawn: Number of texts that were sampled.
+        sampled: Number of texts that were sampled.
         pending: Tokens of the text that comes next, or None.
-        passes: Number of complete epochs.
+        epochs: Number of complete epochs.
         files: Number of files that were read in the current epoch.
-        places: Position of `datasets` in the open file, or None if no file is open.
+        positions: Position of `datasets` in the open file, or None if no file is open.
     """
 
-    drawn: int
+    sampled: int
     pending: list[int] | None
-    passes: list[int]
+    epochs: list[int]
     files: list[int]
-    places: list[dict[str, Any] | None]
+    positions: list[dict[str, Any] | None]
 
 
 class WorkerState(TypedDict):
@@ -139,7 +139,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             Mean over the workers, and over the sources with their sampling weights.
         """
         parts = [part for state in states for part in state["parts"]]
-        total = sum(np.dot(self.sampling_weights, part["passes"]) for part in parts)
+        total = sum(np.dot(self.sampling_weights, part["epochs"]) for part in parts)
         return total / max(1, len(states))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -310,19 +310,19 @@ class TextReader:
     def state(self) -> ReaderState:
         """Return the position in all sources in JSON types."""
         return {
-            "drawn": self.sampled,
+            "sampled": self.sampled,
             "pending": None if self.pending is None else self.pending.tolist(),
-            "passes": [source.epoch for source in self.sources],
+            "epochs": [source.epoch for source in self.sources],
             "files": [source.file for source in self.sources],
-            "places": [source.position() for source in self.sources],
+            "positions": [source.position() for source in self.sources],
         }
 
     def load_state(self, state: ReaderState) -> None:
         """Continue from the result of `state`."""
-        self.sampled = state["drawn"]
+        self.sampled = state["sampled"]
         if state["pending"] is not None:
             self.pending = np.array(state["pending"], dtype=np.int64)
-        positions = zip(state["passes"], state["files"], state["places"])
+        positions = zip(state["epochs"], state["files"], state["positions"])
         for source, (epoch, file, position) in zip(self.sources, positions):
             source.seek(epoch, file, position)
 

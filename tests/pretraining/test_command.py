@@ -564,7 +564,7 @@ def test_mfu_and_epochs_count_all_processes(monkeypatch, sparse, predicted):
     trainer.state = SimpleNamespace(num_input_tokens_seen=0, epoch=0)
     trainer.train_dataset = StreamedBatches.__new__(StreamedBatches)
     trainer.train_dataset.sampling_weights = [1.0]
-    trainer._stream = {0: {"parts": [{"passes": [3]}]}, 1: {"parts": [{"passes": [5]}]}}
+    trainer._stream = {0: {"parts": [{"epochs": [3]}]}, 1: {"parts": [{"epochs": [5]}]}}
     trainer._counts = Counter(tokens=100, squares=1000, masked=15, correct=6)
     trainer.peak_tflops = 1.0
     trainer.last_time = 0.0

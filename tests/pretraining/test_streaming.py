@@ -89,7 +89,7 @@ def _in_turn(stream):
 
 def _epochs(batch):
     """Return the number of complete epochs over each source, of each part of the mixture."""
-    return [part["passes"] for part in json.loads(batch[STATE])["parts"]]
+    return [part["epochs"] for part in json.loads(batch[STATE])["parts"]]
 
 
 SPECS = [
@@ -143,7 +143,7 @@ def test_interrupted_streams_resume_exactly(tmp_path, tokenizer, monkeypatch, ca
         assert list(map(_epochs, batches)) == list(map(_epochs, expected))
 
     if case == 0:
-        assert _states(expected)[0]["parts"][0]["passes"][0] >= 1, (
+        assert _states(expected)[0]["parts"][0]["epochs"][0] >= 1, (
             "the run must cover several epochs"
         )
 
@@ -311,9 +311,9 @@ def test_epochs_of_a_stream_are_a_mean_over_workers_and_sources(tmp_path, tokeni
     _write_corpus(tmp_path)
     stream = _stream(tmp_path, tokenizer)
     assert stream.epochs([]) == 0
-    assert stream.epochs([{"parts": [{"passes": [n]}]} for n in (2, 4)]) == 3
+    assert stream.epochs([{"parts": [{"epochs": [n]}]} for n in (2, 4)]) == 3
     stream.sampling_weights = [0.75, 0.25]
-    assert stream.epochs([{"parts": [{"passes": [4, 8]}]}]) == 5
+    assert stream.epochs([{"parts": [{"epochs": [4, 8]}]}]) == 5
 
 
 def test_the_state_keeps_its_format(tmp_path, tokenizer):
@@ -325,8 +325,8 @@ def test_the_state_keeps_its_format(tmp_path, tokenizer):
     assert (state["worker"], state["batch"]) == (0, 1)
 
     (part,) = state["parts"]
-    assert part.keys() == {"drawn", "pending", "passes", "files", "places"}
-    assert part["drawn"] == len(texts_of_batch(batch)) + 1, "the last text is pending"
+    assert part.keys() == {"sampled", "pending", "epochs", "files", "positions"}
+    assert part["sampled"] == len(texts_of_batch(batch)) + 1, "the last text is pending"
     assert part["pending"][0] == tokenizer.cls_token_id
-    assert (part["passes"], part["files"]) == ([0], [0])
-    assert isinstance(part["places"][0], dict)
+    assert (part["epochs"], part["files"]) == ([0], [0])
+    assert isinstance(part["positions"][0], dict)
