@@ -452,7 +452,8 @@ class PackedClassifier:
     ) -> list[dict[str, Any]]:
         """Return the entities of texts.
 
-        A word in several windows gets the logits of the window in which it is most central.
+        Each word has the label with the highest probability, and labels of neighboring words form
+        entities.
 
         Args:
             texts: Texts, or lists of words.
@@ -461,33 +462,13 @@ class PackedClassifier:
             batch: Sequences of the texts.
             logits: Logits of each sequence, (L, C).
         """
-        assert batch.words is not None
-        # A word that was truncated has no logits, and its margin stays -1.
-        count = len(self.task.labels)
-        word_logits = [np.zeros((len(bounds), count), np.float32) for bounds in words]
-        margins = [np.full(len(bounds), -1) for bounds in words]
-
-        for row, span, values in zip(batch.rows, batch.words, logits):
-            # A word near an end of the window has little context, so the distance to the nearer end
-            # decides. A word without a token has the distance -1 and never wins.
-            positions = span.positions
-            distances = np.minimum(positions, len(values) - 1 - positions)
-            distances[positions < 0] = -1
-
-            # Slices of arrays are views, so the arrays of the text are updated.
-            covered = slice(span.first, span.first + len(positions))
-            is_better = distances > margins[row][covered]
-            word_logits[row][covered][is_better] = values[positions[is_better]]
-            margins[row][covered][is_better] = distances[is_better]
-
-        # Each word has the label with the highest probability, and labels of neighboring words form
-        # entities.
         results = []
-        for text, (joined,), bounds, values, margin in zip(
-            texts, rows, words, word_logits, margins
+        all_logits, all_covered = self._word_logits(words, batch, logits)
+        for text, (joined,), bounds, values, is_covered in zip(
+            texts, rows, words, all_logits, all_covered
         ):
             scores = probabilities(values, self.temperature, multi_label=False)
-            tags = predicted_tags(self.task.labels, scores, margin >= 0)
+            tags = predicted_tags(self.task.labels, scores, is_covered)
 
             entities = []
             # Models that were trained elsewhere may have tags of BIOES or BILOU.
@@ -514,3 +495,39 @@ class PackedClassifier:
                 ]
             results.append(result)
         return results
+
+    def _word_logits(
+        self, words: Sequence[Bounds], batch: Batch, logits: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the logits of the words of texts.
+
+        A word in several windows gets the logits of the window in which it is most central.
+
+        Args:
+            words: Bounds of the words of each text.
+            batch: Sequences of the texts.
+            logits: Logits of each sequence, (L, C).
+
+        Returns:
+            Logits of the words of each text, (words, C), and whether a word has logits, (words,)
+            bool: a word that was truncated has none.
+        """
+        assert batch.words is not None
+        count = len(self.task.labels)
+        word_logits = [np.zeros((len(bounds), count), np.float32) for bounds in words]
+        # Distance of each word to the nearer end of its best window, in tokens.
+        margins = [np.full(len(bounds), -1) for bounds in words]
+
+        for row, span, values in zip(batch.rows, batch.words, logits):
+            # A word near an end of the window has little context. A word without a token has the
+            # distance -1 and never wins.
+            positions = span.positions
+            distances = np.minimum(positions, len(values) - 1 - positions)
+            distances[positions < 0] = -1
+
+            # Slices of arrays are views, so the arrays of the text are updated.
+            covered = slice(span.first, span.first + len(positions))
+            is_better = distances > margins[row][covered]
+            word_logits[row][covered][is_better] = values[positions[is_better]]
+            margins[row][covered][is_better] = distances[is_better]
+        return word_logits, [margin >= 0 for margin in margins]
