@@ -14,12 +14,15 @@ from ..common.files import read_json, read_yaml
 TEMPLATE = "Instruction: {instruction} Query: "
 
 
-def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
+def read_instructions(
+    path: str | Path, used: Iterable[str], others: Iterable[str] = ()
+) -> dict[str, str]:
     """Read {name: instruction} from a .json or .yaml file.
 
     Args:
         path: Path of the file; any suffix but .json is read as YAML.
-        known: Names that the file may contain.
+        used: Names whose instructions are used.
+        others: Further names that the file may contain.
 
     Raises:
         UserError: If the file does not exist, does not map names to texts, or contains an unknown
@@ -36,12 +39,11 @@ def read_instructions(path: str | Path, known: Iterable[str]) -> dict[str, str]:
         raise UserError(f"{path} must map names to texts.")
 
     # A misspelled name would leave a task without its instruction.
-    names = set(known)
+    used = sorted(set(used))
+    known = {*used, *others}
     for name in instructions:
-        if name not in names:
-            raise UserError(
-                f"the names in {path} must be among {listed(sorted(names), 100)}, got {name!r}."
-            )
+        if name not in known:
+            raise UserError(f"the names in {path} must be among {listed(used, 100)}, got {name!r}.")
     return instructions
 
 

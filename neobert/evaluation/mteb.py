@@ -171,8 +171,8 @@ def resolve_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str
         The instructions of the file, {} for "mteb", and None for "model" and "none".
 
     Raises:
-        UserError: If the file cannot be read, or a name is neither a task, a part of a task nor a
-            type of tasks.
+        UserError: If the file cannot be read, or contains a name that is neither one of these
+            tasks, a part or a type of them, nor another task of MTEB.
     """
     if choice == "mteb":
         return {}
@@ -183,7 +183,11 @@ def resolve_instructions(choice: str, tasks: Iterable[AbsTask]) -> dict[str, str
     for task in tasks:
         for part in (task, *getattr(task, "tasks", ())):
             names |= {part.metadata.name, part.metadata.type}
-    return read_instructions(choice, names)
+    # One file may contain the instructions of a complete benchmark.
+    others = [
+        name for task in mteb.get_tasks() for name in (task.metadata.name, task.metadata.type)
+    ]
+    return read_instructions(choice, names, others)
 
 
 class PackedModel(AbsEncoder):

@@ -525,6 +525,8 @@ def test_instructions_from_file(tmp_path, ending):
     )
 
     assert resolve_instructions(str(path), choose_tasks(["STS12", "STS13"])) == instructions
+    # A file with the instructions of a benchmark is accepted for one of its tasks.
+    assert resolve_instructions(str(path), choose_tasks(["STS14"])) == instructions
     assert resolve_instructions("mteb", []) == {} and resolve_instructions("none", []) is None
 
 
