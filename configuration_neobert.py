@@ -200,7 +200,8 @@ class NeoBERTConfig(PretrainedConfig):
         attention_dropout: Dropout probability of the attention weights. `dropout` and
             `dropout_prob` of training configs set both dropouts.
         hidden_dropout: Dropout probability of the embedding and of the residual branches.
-        classifier_dropout: Dropout probability of the task heads.
+        classifier_dropout: Dropout probability of the task heads. None, as in BERT's
+            configurations, is the value of `hidden_dropout`.
         classifier_pooling: Pooling of the sequence heads: "cls" (the first token) or "mean" (over
             non-padding tokens).
         sparse_prediction: Whether, with labels, the masked LM computes the logits of labeled tokens
@@ -246,7 +247,7 @@ class NeoBERTConfig(PretrainedConfig):
         rope_parameters: dict[str, Any] | None = None,
         attention_dropout: float | None = None,
         hidden_dropout: float | None = None,
-        classifier_dropout: float = 0.1,
+        classifier_dropout: float | None = 0.1,
         classifier_pooling: str = "cls",
         sparse_prediction: bool = False,
         unpad_inputs: bool = True,
@@ -286,7 +287,7 @@ class NeoBERTConfig(PretrainedConfig):
         # Training and heads.
         self.attention_dropout = _first(attention_dropout, older["attention_dropout"], 0.0)
         self.hidden_dropout = _first(hidden_dropout, older["hidden_dropout"], 0.0)
-        self.classifier_dropout = classifier_dropout
+        self.classifier_dropout = _first(classifier_dropout, self.hidden_dropout)
         self.classifier_pooling = classifier_pooling
         self.sparse_prediction = _first(older["sparse_prediction"], sparse_prediction)
         self.unpad_inputs = unpad_inputs

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "1fb6f742"
+VERSION = "f1c7ef6b"
 
 logger = logging.get_logger(__name__)
 
@@ -166,7 +166,8 @@ class Packing:
             lengths: Non-padding tokens of each row. The host needs no other value of a batch on a
                 GPU.
         """
-        order = torch.tensor(sorted(range(len(lengths)), key=lengths.__getitem__))
+        # Without a device, the tensors would be on that of `torch.set_default_device`.
+        order = torch.tensor(sorted(range(len(lengths)), key=lengths.__getitem__), device="cpu")
         order = order.to(mask.device, non_blocking=True)
         lengths = sorted(length for length in lengths if length)
 
@@ -176,7 +177,7 @@ class Packing:
         tokens = (~mask[order]).flatten().to(torch.uint8).argsort(stable=True)[: sum(lengths)]
         index = order[tokens // mask.shape[1]] * mask.shape[1] + tokens % mask.shape[1]
 
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        bounds = torch.tensor([0, *lengths], device="cpu").cumsum(0)
         bounds = bounds.to(mask.device, torch.int32, non_blocking=True)
         return cls(bounds, lengths[-1], lengths, mask.shape, index, order[-len(lengths) :])
 
@@ -628,8 +629,11 @@ def _mask_convention(implementation: str) -> str:
         "registered", the result of a mask function that a user registered.
     """
     function = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, None)
-    if implementation in ("eager", "sdpa") or function is None:
+    if implementation in ("eager", "sdpa"):
         return "boolean"
+    if function is None:
+        # The paged eager functions of transformers have no mask function, and add the mask.
+        return "additive" if "eager" in implementation else "boolean"
     conventions = {
         "flash_attention_2": "flash",
         "flex_attention": "flex",
@@ -897,7 +901,7 @@ def eager_attention_forward(
     elif attention_mask is not None:
         scores = scores + attention_mask
 
-    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(query)
+    weights = at_least_float32(scores).softmax(dim=-1).type_as(query)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
 

@@ -52,7 +52,7 @@ from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, Probl
 
 # Digest of attention_neobert.py. transformers 4 keeps the first file of this name that a process
 # loads, so a second model could get the attention code of the first.
-VERSION = "1fb6f742"
+VERSION = "f1c7ef6b"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "
@@ -423,10 +423,11 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = bool(config.output_hidden_states)
         if output_attentions and implementation != "eager":
-            logger.warning_once(
-                f"output_attentions=True: {implementation} returns no weights, so the eager "
-                "function is used."
-            )
+            if not is_tracing():
+                logger.warning_once(
+                    f"output_attentions=True: {implementation} returns no weights, so the eager "
+                    "function is used."
+                )
             implementation = "eager"
 
         # Pack the batch, unless the caller did or must get a dense one.
@@ -960,7 +961,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         num_items_in_batch: NumItems,
     ) -> torch.Tensor:
         """Return the mean binary cross-entropy or squared error of (B, C) logits."""
-        flat = self.num_labels == 1 and labels.dim() == 1
+        flat = self.num_labels == 1 and labels.dim() <= 1
         _check_shape("labels", labels, logits.shape[:1] if flat else logits.shape)
         if is_multi_label and has_host_values(labels) and ((labels < 0) | (labels > 1)).any():
             raise ValueError(
@@ -982,7 +983,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         """
         if self.num_labels == 1:
             return "regression"
-        if labels.dim() != 1 and labels.shape[1:] != (1,):
+        if labels.dim() > 1 and labels.shape[1:] != (1,):
             return "multi_label_classification"
         if labels.is_floating_point():
             raise ValueError(
@@ -1029,7 +1030,8 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
                 f"choices, length, {self.config.hidden_size}), got {tuple(tensor.shape)}."
             )
 
-        if attention_mask is not None and attention_mask.dim() < 3:
+        # A mask of 5 dimensions contains a 4-D mask for each text.
+        if attention_mask is not None and attention_mask.dim() not in (3, 5):
             raise ValueError(
                 "`attention_mask` must have shape (batch, choices, length), got "
                 f"{tuple(attention_mask.shape)}."
@@ -1137,8 +1139,8 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             token_type_ids: Ignored; accepted because BERT has them.
             position_ids: See `NeoBERTModel`.
             inputs_embeds: See `NeoBERTModel`.
-            start_positions: Index of the first token of the answer, (B,) or (B, 1). Indices outside
-                the row, as in BERT, and at padding are ignored.
+            start_positions: Index of the first token of the answer, (B,) or (B, 1). Indices of
+                padding and outside the row are ignored; BERT changes negative ones to 0.
             end_positions: Index of the last token of the answer, likewise.
             num_items_in_batch: Divisor of the summed loss. By default the number of answers of this
                 batch.

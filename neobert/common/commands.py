@@ -30,6 +30,7 @@ _RESUMABLE = {
         "mteb",
         "predict",
         "pretrain",
+        "pseudo-perplexity",
     )
 }
 

@@ -139,7 +139,8 @@ def new_file(path: str | Path) -> Iterator[BinaryIO]:
     After an exception the file is removed. An existing file is replaced. Two processes must not
     write the same file at the same time.
     """
-    path = Path(path)
+    # A link is kept, and its target is written.
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -185,7 +186,8 @@ def locked(folder: str | Path, wait: bool = False) -> Iterator[None]:
     Raises:
         UserError: If another process has locked the directory, unless `wait` is True.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    # The target of a link is created if necessary.
+    Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(Path(folder) / LOCK).acquire(timeout=-1 if wait else 0)
     except Timeout:

@@ -83,8 +83,11 @@ def create_file_once(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
         filesystem: File system of fsspec.
         path: Path of the file in the file system.
     """
-    folder, name = os.path.split(path)
     local = is_local(filesystem)
+    if local:
+        # A link to a file that does not exist yet is kept.
+        path = os.path.realpath(path)
+    folder, name = os.path.split(path)
     if local:
         os.makedirs(folder, exist_ok=True)
 

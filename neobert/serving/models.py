@@ -1,8 +1,8 @@
 """Models of the server: tokenization of requests, and batches without padding."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ Item = str | list[int]
 
 def public_name(model: str) -> str:
     """Return the name of a model in the API: the last part of a path, or a name on the Hub."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
+    # A link, such as `current`, keeps its name when its target changes.
+    return os.path.basename(os.path.abspath(model)) if os.path.exists(model) else model
 
 
 @dataclass(frozen=True)

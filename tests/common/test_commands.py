@@ -72,7 +72,12 @@ def test_errors_are_printed_as_one_line(capsys, error, message, code):
 
 @pytest.mark.parametrize(
     ("command", "advice"),
-    [("pretrain", " Run the same command again to resume."), ("serve", ""), ("export", "")],
+    [
+        ("pretrain", " Run the same command again to resume."),
+        ("pseudo-perplexity", " Run the same command again to resume."),
+        ("serve", ""),
+        ("export", ""),
+    ],
 )
 def test_only_interrupted_runs_are_resumed(capsys, command, advice):
     """The message advises to run the command again only if it then resumes."""

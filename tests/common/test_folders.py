@@ -170,6 +170,20 @@ def test_a_new_file(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_links_to_missing_paths_are_kept(tmp_path):
+    """An output may be a link whose target does not exist yet."""
+    for name in ("file", "folder"):
+        (tmp_path / f"link_{name}").symlink_to(tmp_path / name)
+    with new_file(tmp_path / "link_file") as file:
+        file.write(b"x")
+    with locked(tmp_path / "link_folder"):
+        pass
+
+    assert (tmp_path / "file").read_bytes() == b"x"
+    assert (tmp_path / "folder").is_dir()
+    assert all((tmp_path / f"link_{name}").is_symlink() for name in ("file", "folder"))
+
+
 def test_file_system_without_permissions_and_links(tmp_path, monkeypatch):
     """Check that outputs are written if the file system supports neither permissions nor links."""
 

@@ -21,6 +21,7 @@ from helpers.reference import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from neobert import NeoBERTForMaskedLM, NeoBERTModel, attention_neobert
 
@@ -223,6 +224,37 @@ def test_registered_function_receives_additive_masks():
     assert_same(hidden[mask.bool()], last_states(model, *texts_of(ids, mask)))
     assert torch.isfinite(model.to(torch.bfloat16)(ids, attention_mask=mask)[0]).all()
     assert mask_dtypes == [torch.float32] * 3 + [torch.bfloat16] * 3
+
+
+@torch.no_grad()
+def test_paged_eager_function_receives_additive_masks():
+    """The paged eager functions of transformers add the mask, and have no mask function."""
+    name = next(name for name in ALL_ATTENTION_FUNCTIONS if "paged" in name and "eager" in name)
+    ids, mask = random_batch([9, 5])
+    model = build(NeoBERTModel, name)
+    hidden = model(ids, attention_mask=mask)[0]
+    assert_same(hidden[mask.bool()], last_states(build(NeoBERTModel, "sdpa"), *texts_of(ids, mask)))
+
+
+def test_eager_attention_is_exact_in_float64():
+    """In float64, the weights are not rounded to float32."""
+    query, key, value = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64)
+    output, weights = attention_neobert.eager_attention_forward(
+        torch.nn.Module(), query, key, value, None
+    )
+    expected = (query @ key.mT / 2).softmax(-1)
+    assert (weights - expected).abs().max() < 1e-15
+    assert (output - (expected @ value).transpose(1, 2)).abs().max() < 1e-14
+
+
+@torch.no_grad()
+def test_packing_ignores_the_default_device(batch):
+    """The indices of a batch are on its device, whatever device new tensors have."""
+    ids, mask, texts = batch
+    model = build(NeoBERTModel, "sdpa")
+    with torch.device("meta"):
+        hidden = model(ids, attention_mask=mask)[0]
+    assert_same(hidden[mask.bool()], last_states(model, *texts))
 
 
 @torch.no_grad()

@@ -48,6 +48,10 @@ def test_model_compiles_to_a_single_graph(implementation, fields):
         ids, mask = random_batch(lengths)
         assert_agree(compiled, model, mask, ids, attention_mask=mask)
         assert_agree(compiled, model, torch.ones_like(mask), ids)
+    # A warning about the kernel of the weights would be a second graph.
+    with torch.no_grad():
+        weights = [part(ids, output_attentions=True).attentions[-1] for part in (compiled, model)]
+    assert_same(*weights)
 
 
 def test_compiled_training_step():

@@ -89,6 +89,8 @@ PRECEDENCE = (
     ({"attention_dropout": 0.0, "dropout": 0.3}, "hidden_dropout", 0.3),
     ({"hidden_dropout": 0.2, "dropout": 0.3}, "hidden_dropout", 0.2),
     ({"dropout": 0.1, "dropout_prob": 0.3}, "hidden_dropout", 0.1),
+    ({"classifier_dropout": None, "hidden_dropout_prob": 0.3}, "classifier_dropout", 0.3),
+    ({"classifier_dropout": 0.0, "hidden_dropout_prob": 0.3}, "classifier_dropout", 0.0),
     ({"masked_lm_logits": "masked"}, "sparse_prediction", True),
     (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": LINEAR},

@@ -273,6 +273,15 @@ def test_single_label(problem):
     check_loss(sequence_model(problem), torch.tensor([2, 0, -100, 1]), cross_entropy)
 
 
+@pytest.mark.parametrize("problem", (None, "single_label_classification"))
+def test_label_of_a_single_text_without_a_batch_axis(problem):
+    """As in BERT, the label of a batch of one text may have no axis."""
+    model = sequence_model(problem)
+    ids = torch.ones(1, 6, dtype=torch.long)
+    loss = model(ids, labels=torch.tensor(2)).loss
+    torch.testing.assert_close(loss, model(ids, labels=torch.tensor([2])).loss)
+
+
 @pytest.mark.parametrize("problem", (None, "regression"))
 def test_regression(problem):
     """Regression gives the squared error, for flat, (B, 1), integer and several labels."""
@@ -508,6 +517,13 @@ def test_bad_labels(head, fields, labels, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         make_model(head, **{"num_labels": 3, **fields})(ids, labels=labels)
     assert "\n" not in str(error.value)
+
+
+def test_mask_of_multiple_choice_has_the_axis_of_the_choices():
+    """The message contains the shape that the caller has passed."""
+    model = make_model(NeoBERTForMultipleChoice)
+    with pytest.raises(ValueError, match=r"\(batch, choices, length\), got \(1, 2, 6, 6\)"):
+        model(IDS.view(1, 2, 6), attention_mask=torch.ones(1, 2, 6, 6))
 
 
 def test_answer_positions_must_match_the_batch_size():

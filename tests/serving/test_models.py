@@ -336,5 +336,7 @@ def test_public_names(tmp_path, monkeypatch):
     folder.mkdir()
     assert public_name(f"{folder}/") == "encoder"
     assert public_name("organization/encoder") == "organization/encoder"
+    (tmp_path / "current").symlink_to(folder)
+    assert public_name(str(tmp_path / "current")) == "current"
     monkeypatch.chdir(folder)
     assert public_name(".") == "encoder"
