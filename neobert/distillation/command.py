@@ -386,6 +386,7 @@ class Distillation:
         )
 
     def _read_data(self) -> None:
+        """Read the texts and the queries, and warn about queries that are also training texts."""
         data = self.options.data
         self.queries = read_queries(data.validation_file) if data.validation_file else None
         self.texts = read_texts(
@@ -396,6 +397,7 @@ class Distillation:
         )
         if self.training.eval_strategy != "no":
             self.texts.check_evaluated()
+
         if self.queries:
             pair_texts = {*self.queries.relevant, *self.queries.texts}
             if copies := count_overlap(self.texts.train, pair_texts):
@@ -427,9 +429,18 @@ class Distillation:
     def _trainer(
         self, student: SentenceTransformer, embeddings: np.ndarray, teacher: SentenceTransformer
     ) -> DistillTrainer:
+        """Return the trainer of a student.
+
+        Args:
+            student: Student.
+            embeddings: Embeddings of the teacher for the training texts, (texts, D).
+            teacher: Teacher.
+        """
         training = self.training
         if self.options.student.compile:
             compile_blocks(student[0].auto_model)
+
+        # Arguments that depend on the number of texts.
         training.batch_sampler = ShuffledBatches
         # Drop the last, smaller batch: its similarity loss would average over fewer pairs, or over
         # none.
@@ -437,6 +448,7 @@ class Distillation:
         training.dataloader_drop_last = count > training.train_batch_size
         if "learning_rate" not in self.options.trainer:
             training.learning_rate = learning_rate_for_steps(count_steps(training, count))
+
         # The label is the index of a text, by which the loss finds its embedding.
         dataset = Dataset.from_dict({"text": self.texts.train, "label": range(count)})
         options = self.options.loss

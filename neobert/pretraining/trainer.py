@@ -196,26 +196,29 @@ class PretrainingTrainer(RunTrainer, Trainer):
             UserError: If the schedule does not accept `lr_scheduler_kwargs`.
         """
         scheduler: Any = self.lr_scheduler
-        if scheduler is None:
-            used_optimizer: Any = optimizer or self.optimizer
-            kwargs: Any = self.args.lr_scheduler_kwargs
-            try:
-                scheduler = optimization.make_schedule(
-                    self.args.lr_scheduler_type,
-                    used_optimizer,
-                    self.args.get_warmup_steps(num_training_steps),
-                    num_training_steps,
-                    kwargs,
-                )
-            except (TypeError, ValueError) as error:
-                schedule = SchedulerType(self.args.lr_scheduler_type).value
-                raise UserError(
-                    f"`lr_scheduler_type` {schedule} does not accept "
-                    f"`lr_scheduler_kwargs` {kwargs} ({one_line(error)})."
-                ) from error
-            self.lr_scheduler = scheduler
-            # Trainer replaces a scheduler with this flag when `train` is called again.
-            self._created_lr_scheduler = True
+        if scheduler is not None:
+            return scheduler
+
+        used_optimizer: Any = optimizer or self.optimizer
+        kwargs: Any = self.args.lr_scheduler_kwargs
+        try:
+            scheduler = optimization.make_schedule(
+                self.args.lr_scheduler_type,
+                used_optimizer,
+                self.args.get_warmup_steps(num_training_steps),
+                num_training_steps,
+                kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            schedule = SchedulerType(self.args.lr_scheduler_type).value
+            raise UserError(
+                f"`lr_scheduler_type` {schedule} does not accept "
+                f"`lr_scheduler_kwargs` {kwargs} ({one_line(error)})."
+            ) from error
+
+        self.lr_scheduler = scheduler
+        # Trainer replaces a scheduler with this flag when `train` is called again.
+        self._created_lr_scheduler = True
         return scheduler
 
     # ------------------------------------------------------------------------------------------
