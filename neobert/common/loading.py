@@ -424,6 +424,20 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def embedding_sizes(size: int) -> list[int]:
+    """Return the numbers of rows that the embedding of a vocabulary may have, ascending.
+
+    These are the size of the vocabulary, and this size rounded up to a multiple of 8, 16, ..., 512,
+    which is efficient on GPUs. With another number of rows, a tokenizer probably belongs to another
+    model.
+
+    Args:
+        size: Result of `vocabulary_size`.
+    """
+    multiples = (8, 16, 32, 64, 128, 256, 512)
+    return sorted({size, *(-(-size // multiple) * multiple for multiple in multiples)})
+
+
 def check_vocabulary(
     tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel", name: str | Path
 ) -> None:

@@ -19,7 +19,7 @@ from transformers import (  # type: ignore[attr-defined]
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json
-from ..common.loading import prefix_space
+from ..common.loading import embedding_sizes, prefix_space
 
 
 # Files that identify the directory of a tokenizer.
@@ -37,9 +37,6 @@ _SETTINGS = """
     add_prefix_space clean_up_tokenization_spaces do_lower_case model_input_names padding_side
     strip_accents tokenize_chinese_chars truncation_side
 """.split()
-# The rows of an embedding may be the number of tokens, rounded up to a multiple of one of these for
-# efficiency on GPUs.
-_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 # Texts by which the written tokenizer is compared with its source.
 _TEXTS = ["The owl's nest, 42 metres up: caf\u00e9!", "[MASK] unaffable \u4f60\u597d", ""]
 
@@ -77,7 +74,7 @@ def find_tokenizer(option: str | Path | None, folders: Iterable[Path]) -> Path |
 def check_rows(size: int, rows: int, folder: str | Path) -> None:
     """Check that a tokenizer fits an embedding.
 
-    The number of rows must be that of the tokens, or rounded up to a multiple of 8, 16, ..., 512.
+    The number of rows must be among `embedding_sizes`.
 
     Args:
         size: Number of tokens.
@@ -87,8 +84,7 @@ def check_rows(size: int, rows: int, folder: str | Path) -> None:
     Raises:
         UserError: If the tokenizer does not fit.
     """
-    # Other numbers mean that the tokenizer belongs to another model.
-    allowed = sorted({size, *(-(-size // multiple) * multiple for multiple in _MULTIPLES)})
+    allowed = embedding_sizes(size)
     if rows not in allowed:
         raise UserError(
             f"the checkpoint has {rows} vocabulary rows, but the tokenizer in {folder} has {size} "

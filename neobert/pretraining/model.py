@@ -9,12 +9,13 @@ import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from ..common.constants import TOKENIZER
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError, listed, one_line
 from ..common.identity import model_fingerprint, tokenizer_fingerprint
 from ..common.loading import (
     check_exists,
     check_model_fields,
     check_trained_head,
+    embedding_sizes,
     load_tokenizer,
     vocabulary_size,
 )
@@ -28,9 +29,6 @@ from .vocabulary_transfer import RowSources, replace_vocabulary
 # Directory in the output of a run with the Hub format of a raw checkpoint. It is removed when the
 # run has finished.
 START = ".start.tmp"
-
-# Maximum number of padding rows of a vocabulary, which is often rounded up to a multiple of 128.
-MAX_PADDING_ROWS = 127
 
 # Fields of the configuration that weights determine.
 _SHAPE = (
@@ -307,16 +305,16 @@ def _check_vocabulary(
         start: Directory of the weights if they determine `vocab_size`, None if `model_config` does.
 
     Raises:
-        UserError: If the embedding has too few or too many rows.
+        UserError: If the number of rows is not among `embedding_sizes`.
     """
     size = vocabulary_size(tokenizer)
-    max_size = size + MAX_PADDING_ROWS
-    if size <= vocab_size <= max_size:
+    allowed = embedding_sizes(size)
+    if vocab_size in allowed:
         return
     if start is None:
         raise UserError(
-            f"`model_config.vocab_size` must be between {size:,} and {max_size:,} for a tokenizer "
-            f"of {size:,} tokens, got {vocab_size:,}."
+            f"`model_config.vocab_size` must be one of {listed(allowed)} for a tokenizer of {size} "
+            f"tokens, got {vocab_size}."
         )
     raise UserError(
         f"`init_from` {start} has a vocabulary of {vocab_size:,} tokens, but the tokenizer has "

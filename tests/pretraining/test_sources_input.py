@@ -23,13 +23,13 @@ BAD = [
     ),
     (
         {"model_config": '{"vocab_size": 100}'},
-        "`model_config.vocab_size` must be between 30,522 and 30,649 for a tokenizer of 30,522 "
-        "tokens, got 100.",
+        "`model_config.vocab_size` must be one of 30522, 30528, 30592, 30720 for a tokenizer of "
+        "30522 tokens, got 100.",
     ),
     (
         {"model_config": '{"vocab_size": 30650}'},
-        "`model_config.vocab_size` must be between 30,522 and 30,649 for a tokenizer of 30,522 "
-        "tokens, got 30,650.",
+        "`model_config.vocab_size` must be one of 30522, 30528, 30592, 30720 for a tokenizer of "
+        "30522 tokens, got 30650.",
     ),
     ({"init_from": "{corpus}/nothing"}, "must contain a checkpoint"),
     ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),

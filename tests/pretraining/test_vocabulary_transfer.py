@@ -269,7 +269,7 @@ def test_run_with_new_vocabulary_resumes_exactly(corpus, folders, tmp_path, capl
         ({"init_from": None}, "needs `init_from`"),
         (
             {"model_config": '{"vocab_size": 20}'},
-            "must be between 58 and 185 for a tokenizer of 58 tokens, got 20.",
+            "must be one of 58, 64, 128, 256, 512 for a tokenizer of 58 tokens, got 20.",
         ),
         ({"tokenizer": "{maskless}"}, "has no mask token"),
         ({"tokenizer": "{foreign}"}, "must contain a token that can be masked"),
