@@ -110,7 +110,7 @@ def torch_engine(
         @torch.inference_mode()
         def session(texts: Texts) -> np.ndarray:
             packed = pack(texts)
-            means = Packing(packed["cu_seq_lens_q"], None).means
+            means = Packing(packed["cu_seq_lens_q"], None).mean_per_sequence
             return means(model(**packed)[0].float()).numpy()
 
         return session

@@ -52,7 +52,7 @@ def outputs(model, sequences):
     """Run a packed batch, and return the hidden states (T, D) and their means per text (N, D)."""
     packed = pack(sequences)
     hidden = model(**packed)[0]
-    return hidden[0], Packing(packed["cu_seq_lens_q"], None).means(hidden)
+    return hidden[0], Packing(packed["cu_seq_lens_q"], None).mean_per_sequence(hidden)
 
 
 def random_sequences(count, min_length=2, length_limit=40, vocabulary=200):
