@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Digest of this file. The modeling file compares it, because one process can load the files of two
 # folders.
-VERSION = "f1c7ef6b"
+VERSION = "0f102d5b"
 
 logger = logging.get_logger(__name__)
 
@@ -621,6 +621,10 @@ def _varlen_obstacle(
     return f"the kernel needs compute capability 8.0, and this GPU has {major}.{minor}"
 
 
+# The paged eager function of transformers 5 and 4, which adds the mask but has no mask function.
+_PAGED_EAGER = ("paged|eager", "eager_paged")
+
+
 def _mask_convention(implementation: str) -> str:
     """Return the form of the mask that an attention function takes.
 
@@ -632,8 +636,7 @@ def _mask_convention(implementation: str) -> str:
     if implementation in ("eager", "sdpa"):
         return "boolean"
     if function is None:
-        # The paged eager functions of transformers have no mask function, and add the mask.
-        return "additive" if "eager" in implementation else "boolean"
+        return "additive" if implementation in _PAGED_EAGER else "boolean"
     conventions = {
         "flash_attention_2": "flash",
         "flex_attention": "flex",
@@ -655,14 +658,14 @@ class AttentionDispatch:
         mask: Mask in the form that the attention function takes, or None.
         function: Replacement of the library's attention function, or None.
         packing: Bounds of the sequences of a packed batch, or None.
-        groups: Padded sequences of a packed batch, for the kernel "repadded".
+        padded_groups: Padded sequences of a packed batch, for the kernel "repadded".
     """
 
     kernel: str
     mask: "torch.Tensor | BlockMask | None"
     function: AttentionFunction | None = None
     packing: Packing | None = None
-    groups: PaddedGroups | None = None
+    padded_groups: PaddedGroups | None = None
 
     def to(self, device: Any, non_blocking: bool = False) -> "AttentionDispatch":
         """Return this attention with its mask on a device.
@@ -674,7 +677,7 @@ class AttentionDispatch:
         def move(x: Any) -> Any:
             return None if x is None else x.to(device)
 
-        return replace(self, mask=move(self.mask), groups=move(self.groups))
+        return replace(self, mask=move(self.mask), padded_groups=move(self.padded_groups))
 
     def wrap(self, function: AttentionFunction) -> AttentionFunction:
         """Return the attention function to call for this batch.
@@ -685,8 +688,8 @@ class AttentionDispatch:
             function = self.function
         if self.kernel == "sequences" and self.packing is not None:
             return partial(_sequence_by_sequence, function, self.packing)
-        if self.groups is not None:
-            return partial(_repadded, function, self.groups)
+        if self.padded_groups is not None:
+            return partial(_repadded, function, self.padded_groups)
         return _varlen if self.kernel == "varlen" else function
 
 
@@ -742,10 +745,10 @@ def dispatch_attention(
     elif kernel in ("flex", "masked") and (packing is not None or mask is not None):
         kernel_mask = _make_mask(config, implementation, hidden, mask, packing)
 
-    groups = None
+    padded_groups = None
     if kernel == "repadded" and packing is not None:
-        groups = packing.padded_groups(hidden.shape[1])
-    return AttentionDispatch(kernel, kernel_mask, function, packing, groups)
+        padded_groups = packing.padded_groups(hidden.shape[1])
+    return AttentionDispatch(kernel, kernel_mask, function, packing, padded_groups)
 
 
 def _kernel_of_batch(kernel: str, packing: Packing | None, with_weights: bool) -> str:

@@ -52,7 +52,7 @@ from .configuration_neobert import AUTO_MAP, PROBLEM_TYPES, NeoBERTConfig, Probl
 
 # Digest of attention_neobert.py. transformers 4 keeps the first file of this name that a process
 # loads, so a second model could get the attention code of the first.
-VERSION = "f1c7ef6b"
+VERSION = "0f102d5b"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "attention_neobert.py must be of the same version as modeling_neobert.py, but this process "

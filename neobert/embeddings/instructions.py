@@ -39,11 +39,13 @@ def read_instructions(
         raise UserError(f"{path} must map names to texts.")
 
     # A misspelled name would leave a task without its instruction.
-    used = sorted(set(used))
-    known = {*used, *others}
+    names = sorted(set(used))
+    known = {*names, *others}
     for name in instructions:
         if name not in known:
-            raise UserError(f"the names in {path} must be among {listed(used, 100)}, got {name!r}.")
+            raise UserError(
+                f"the names in {path} must be among {listed(names, 100)}, got {name!r}."
+            )
     return instructions
 
 

@@ -87,9 +87,8 @@ def create_file_once(filesystem: Any, path: str) -> Iterator[IO[bytes]]:
     if local:
         # A link to a file that does not exist yet is kept.
         path = os.path.realpath(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     folder, name = os.path.split(path)
-    if local:
-        os.makedirs(folder, exist_ok=True)
 
     # A hard link requires a temporary file on the same disk.
     with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder if local else None) as work:

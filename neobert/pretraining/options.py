@@ -61,7 +61,7 @@ class ModelOptions(OptionGroup):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataOptions(OptionGroup):
     """Training texts."""
 
